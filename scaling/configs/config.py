@@ -14,7 +14,7 @@ ABOVE = "(0, inf)"
 WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys("DFNKHVk", "[1, 1e9]"),
     **dict.fromkeys("LE", "[1, 1e5]"),  # layers and experts are listed
-    **dict.fromkeys(("theta", "local_theta", "eps", "clamp", "routed_scale", "capacity"), ABOVE),
+    **dict.fromkeys(("theta", "local_theta", "eps", "clamp", "routed_scale", "capacity", "head_clip"), ABOVE),
     **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale", "score_scale", "score_cap", "logit_cap"), ABOVE),
     **dict.fromkeys(("aux_coef", "z_coef", "shared", "F_shared", "F_dense"), "[0, inf)"),
     **dict.fromkeys(("dropout", "attention_dropout", "embed_dropout"), "[0, 1)"),
@@ -63,11 +63,13 @@ class Config:
 
     `norms` are "before" a block, on its input, "after" it, on its output to the stream (OLMo 2), or "both" (Gemma
     2). A `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are
-    RMSNorm, or `centered` LayerNorm, with a bias if `norm_bias`. `mlp_bias` adds biases to the MLP's products. With
-    `qk_wide`, `qk_norm` norms all heads of a token together (OLMo); with `qk_layernorm` it is LayerNorm, with gains of
-    each head (Command R+); with `qk_turned` it norms rotated queries and keys (Hunyuan). With a `local_theta` layers
-    with a window rotate by this base, without `rope_scaling` (Gemma 3). Scores and logits are kept within `score_cap`
-    and `logit_cap` by tanh (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS). With
+    RMSNorm, or `centered` LayerNorm, with a bias if `norm_bias` and a gain if `norm_gain`. `mlp_bias` adds biases to
+    the MLP's products, `unembed_bias` to the logits. Elements of queries, keys and values are kept within `head_clip`
+    (OLMo). With `qk_wide`, `qk_norm` norms all heads of a token together (OLMo); with `qk_layernorm` it is LayerNorm,
+    with gains of each head (Command R+); with `qk_turned` it norms rotated queries and keys (Hunyuan). With a
+    `local_theta` layers with a window rotate by this base, without `rope_scaling` (Gemma 3). Scores and logits are kept
+    within `score_cap` and `logit_cap` by tanh (Gemma 2). With `sinks` each head has a score of a key without a value
+    (GPT-OSS). With
     `head_gate` a head's result is multiplied by a sigmoid of the token (Qwen3-Next).
     """
 
@@ -93,6 +95,7 @@ class Config:
     norms: str = "before"
     parallel: bool = False
     centered: bool = False
+    norm_gain: bool = True
     norm_bias: bool = False
     mlp_bias: bool = False
     routing: str = "softmax"
@@ -113,6 +116,8 @@ class Config:
     eps: float = 1e-5
     attention_bias: bool = False
     output_bias: bool = False
+    unembed_bias: bool = False
+    head_clip: float | None = None
     qk_norm: bool = False
     qk_wide: bool = False
     qk_layernorm: bool = False

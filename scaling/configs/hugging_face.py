@@ -37,6 +37,7 @@ LETTERS = {
     "mlp_bias": ("mlp_bias", "use_bias"),
     "parallel": ("use_parallel_residual",),
     "clamp": ("swiglu_limit",),
+    "head_clip": ("clip_qkv",),
     "score_cap": ("attn_logit_softcapping",),
     "logit_cap": ("final_logit_softcapping",),
     "output_bias": ("attention_out_bias",),
@@ -70,7 +71,7 @@ COUNTS += " n_positions interleave_moe_layer_step max_position_embeddings no_rop
 DROPOUTS = ("embedding_dropout", "hidden_dropout")  # kinds of dropout that training does not compute
 TYPES: dict[str, type] = dict.fromkeys((*COUNTS.split(), *LATENT, *LINEAR.values()), int)
 TYPES |= dict.fromkeys(DROPOUTS, float)
-TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv", "swiglu_alpha"), float)
+TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "swiglu_alpha"), float)
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
 BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention", "qk_layernorm")
@@ -81,6 +82,8 @@ NULL = (
     "sliding_window",
     "attention_dropout",
     "q_lora_rank",
+    "head_dim",
+    "use_bidirectional_attention",
 )  # may be null, like keys whose default is null
 ALPHA = 1.702  # of GPT-OSS's gate, the only one that is computed
 PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
@@ -265,8 +268,9 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     name = table.get("model_type")  # without one no class is named, and a file is read by its keys
     found += [] if kind.architecture or name is None else [f"model_type {name!r}"]
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
-    refused = ("use_bidirectional_attention", "clip_qkv", "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+    refused = ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     found += [key for key in refused if read.get(key)]
+    found += ["norms of heads with biases"] if name == "phi" and read["qk_layernorm"] else []
     found += [] if read.get("scale_attn_weights", True) else ["scale_attn_weights false"]
     found += ["swiglu_alpha"] if read.get("swiglu_alpha", ALPHA) != ALPHA else []
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []

@@ -15,7 +15,7 @@ IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed
 IGNORED |= {"aux_coef", "z_coef", "balance_by", "balance_first", "dropout", "attention_dropout", "embed_dropout"}
 OF_EXPERTS = ("k", "shared", "norm_topk", "routing", "expert_groups", "top_groups", "routed_scale", "dense_layers")
 OF_EXPERTS += ("expert_bias", "clamp", "shared_gate")
-CAPS = ("score_cap", "logit_cap")  # fields whose None a class reads as none
+CAPS = ("score_cap", "logit_cap", "head_clip")  # fields whose None a class reads as none
 WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma", "smollm3", "granite")
 
 

@@ -154,6 +154,7 @@ GLM4_MOE = _keys(
     first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=False,
 )  # fmt: skip
 OLMO = _without(LLAMA, "mlp_bias") | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
+OLMO_1 = _without(OLMO, "rms_norm_eps") | {"clip_qkv": None}
 OLMO3 = OLMO | {"sliding_window": 4096, "layer_types": None}
 OLMOE = _without(OLMO, "head_dim") | {
     "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
@@ -184,6 +185,11 @@ STABLELM = LAYER_NORM | {
     "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "num_key_value_heads": 32,
     "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "use_qkv_bias": False, "qk_layernorm": False,
     "use_parallel_residual": False, "hidden_dropout": 0.0,
+}  # fmt: skip
+PHI = LAYER_NORM | {
+    "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+    "num_key_value_heads": None, "hidden_act": "gelu_new", "max_position_embeddings": 2048, "layer_norm_eps": 1e-5,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "qk_layernorm": False, "head_dim": None,
 }  # fmt: skip
 NEMOTRON = LAYER_NORM | {
     "vocab_size": 256000, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 48, "head_dim": None,
@@ -352,6 +358,14 @@ KINDS: dict[str, ModelType] = {
         },
         fixed=_LAYER_NORM_FIXED | {"attention_bias": True, "mlp_bias": True},
     ),
+    "phi": ModelType(
+        "PhiForCausalLM",
+        PHI,
+        fixed=_LAYER_NORM_FIXED
+        | {"norms": "shared", "parallel": True, "attention_bias": True, "mlp_bias": True, "unembed_bias": True},
+        partial=0.5,
+    ),
+    "olmo": ModelType("OlmoForCausalLM", OLMO_1, fixed={"centered": True, "norm_gain": False, "eps": 1e-5}),
     "arcee": ModelType("ArceeForCausalLM", ARCEE),
     "vaultgemma": ModelType(
         "VaultGemmaForCausalLM", VAULT_GEMMA, fixed={"unit_offset": True}, root_scaled=True, pattern=2

@@ -6,7 +6,7 @@ a cache. `values` maps names to arrays that are already computed, which are not 
 serving mesh; on a training mesh Z numbers the stages, and layers see a mesh without it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ class Context(NamedTuple):
 
 
 def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context, rows: str = "B_PXZE") -> tuple[Tensor, Tensor, Values]:
-    """Return (Q, K, statistics): in a model with norms of heads, norm Q and K; then rotate them by their positions.
+    """Return (Q, K, statistics): in a model with norms of heads, norm Q and K; clip and rotate them by their positions.
 
     With `qk_turned` they are rotated first and then normed. The norms' derivatives need the statistics.
     """
@@ -125,7 +125,19 @@ def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context, rows: str = "B_PXZE")
         Q, r_Q = head_norm(Q, W["norm_Q"], at, rows)
         K, r_K = head_norm(K, W["norm_K"], at, rows)
         scales = {"r_Q": r_Q, "r_K": r_K}
-    return (Q, K, scales) if at.config.qk_turned else (rotate(Q, *at.rope), rotate(K, *at.rope), scales)
+    if at.config.qk_turned:
+        return Q, K, scales
+    return rotate(clipped(Q, at.config), *at.rope), rotate(clipped(K, at.config), *at.rope), scales
+
+
+def clipped(x: Tensor, config: Config) -> Tensor:
+    """Return queries, keys or values within the model's `head_clip`, if it has one."""
+    return x if config.head_clip is None else x.clamp(-config.head_clip, config.head_clip)
+
+
+def clipped_backward(x: Tensor, dy: Tensor, clip: float) -> Tensor:
+    """Return dx of `clipped`: dy, and 0 where x was clipped."""
+    return dy.masked_fill(x.abs() > clip, 0)
 
 
 def turn_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: Values, at: Context) -> tuple[Tensor, Tensor, dict]:
@@ -133,6 +145,8 @@ def turn_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: Values, at: Context)
     (cos, sin), dW = at.rope, {}
     if not at.config.qk_turned:
         dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
+    if (clip := at.config.head_clip) is not None:
+        dQ, dK = (clipped_backward(scaled_heads(W, name, s), dx, clip) for name, dx in (("Q", dQ), ("K", dK)))
     if "norm_Q" in W:
         Q, K = s["Q"], s["K"]
         if at.config.qk_turned:
@@ -142,12 +156,21 @@ def turn_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: Values, at: Context)
     return (rotate(dQ, cos, -sin), rotate(dK, cos, -sin), dW) if at.config.qk_turned else (dQ, dK, dW)
 
 
+def scaled_heads(W: dict, name: str, s: Values) -> Tensor:
+    """Return the values of Q or K in `s`, normed by their statistic in `s` if the model norms heads."""
+    x = s[name]
+    if f"norm_{name}" not in W:
+        return x
+    r = s[f"r_{name}"]
+    return x * (r if r.dim() == x.dim() else r[..., None]) * W[f"norm_{name}"]
+
+
 def finish_heads(
     W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Context, rows: str = "B_PXZE"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Q, K and V ready for attention, without anything for derivatives."""
     Q, K, _ = turn_heads(W, biased(Q, W, "b_Q"), biased(K, W, "b_K"), at, rows)
-    return Q, K, biased(V, W, "b_V")
+    return Q, K, clipped(biased(V, W, "b_V"), at.config)
 
 
 def read_norms(W: dict) -> dict:
@@ -199,7 +222,7 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
         V = einsum("y[B_PXZE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXZE, T_C, K_Y, H]", y, W["W_V"])
         values = values | {"Q": biased(Q, W, "b_Q"), "K": biased(K, W, "b_K"), "V": biased(V, W, "b_V")}
     Q, K, scales = turn_heads(W, values["Q"], values["K"], at)
-    heads, attend = (Q, K, values["V"]), at.attend  # each head alone: only C communicates
+    heads, attend = (Q, K, clipped(values["V"], at.config)), at.attend  # each head alone: only C communicates
     if "sinks" in W:
         heads, attend = (*heads, W["sinks"]), lambda Q, K, V, sinks: at.attend(Q, K, V, sinks=sinks)
     if "W_G" in W:
@@ -228,7 +251,7 @@ def activate_features(W: dict, values: Values, at: Context) -> Values:
     return values if "Act" in values else values | gate_features(values["Tmp"], values.get("Gate"), at.config)
 
 
-def biased(x: Tensor, W: dict, name: str) -> Tensor:
+def biased(x: Tensor, W: Mapping, name: str) -> Tensor:
     """Return x plus this bias, if the model has it."""
     return x + W[name] if name in W else x
 
@@ -256,21 +279,28 @@ def centered(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
+def gain_of(W: dict, name: str, x: Tensor, config: Config) -> Tensor | None:
+    """Return the gain of the norm `name` of x[.., D]: ones in a model whose norms have none; None without this norm."""
+    if config.norm_gain or name.endswith("_out"):
+        return W.get(name)
+    return x.new_ones(x.shape[-1])
+
+
 def normed(W: dict, name: str, x: Tensor, config: Config, norm: Callable = gained_norm) -> tuple[Tensor, Any]:
     """Return (y[.., D], the statistic that `normed_backward` needs), of x[.., D] and the norm `name` of a layer W."""
-    if name not in W:
+    if (gain := gain_of(W, name, x, config)) is None:
         return x, None
-    y, r = norm(centered(x) if config.centered else x, W[name], config.eps)
+    y, r = norm(centered(x) if config.centered else x, gain, config.eps)
     return (y + W[f"b_{name}"] if f"b_{name}" in W else y), r
 
 
 def normed_backward(W: dict, name: str, x: Tensor, r: Any, dy: Tensor, config: Config) -> tuple[Tensor, dict]:
     """Return (dx, the gradients of the norm's gain and bias)."""
-    if name not in W:
+    if (gain := gain_of(W, name, x, config)) is None:
         return dy, {}
-    dx, dgain = gained_norm_vjp(centered(x) if config.centered else x, W[name], r, dy)
+    dx, dgain = gained_norm_vjp(centered(x) if config.centered else x, gain, r, dy)
     bias = {f"b_{name}": dy.flatten(0, -2).sum(0)} if f"b_{name}" in W else {}
-    return centered(dx) if config.centered else dx, {name: dgain} | bias
+    return centered(dx) if config.centered else dx, ({name: dgain} if name in W else {}) | bias
 
 
 def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:

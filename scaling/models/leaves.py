@@ -94,6 +94,7 @@ ENDS = {
     "norm": Leaf("g[D]", "g[D_XYZ]", 1.0, ("model.norm.weight", "D")),
     "b_norm": Leaf("b[D]", "b[D_XYZ]", 0.0, ("model.norm.bias", "D"), lambda c: c.norm_bias),
     "unembed": Leaf("U[D_X, V_YZ]", "U[D_X, V_YZ]", "D", ("lm_head.weight", "V, D"), lambda c: not c.tied),
+    "b_unembed": Leaf("b[V_YZ]", "b[V_YZ]", 0.0, ("lm_head.bias", "V"), lambda c: c.unembed_bias),
 }
 LAYER = {
     "norm_attn": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, _layer("input_layernorm.weight"), lambda c: c.norms != "after"),
@@ -244,7 +245,8 @@ def leaves_of(config: Config) -> dict:
     """
 
     def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
-        return {name: leaf for name, leaf in table.items() if leaf.only(config)}
+        gains = config.norm_gain
+        return {name: leaf for name, leaf in table.items() if leaf.only(config) and (gains or name[:4] != "norm")}
 
     layer = (
         LAYER
@@ -271,6 +273,14 @@ def uncomputed(config: Config) -> list[str]:
     apart |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
     apart |= {"parallel blocks": config.parallel, "unrotated layers": config.unrotated}
     found += [f"linear layers with {name}" for name, has in apart.items() if has and config.linear]
+    bare = {"latent attention": config.latent, "experts": config.moe, "linear layers": config.linear}
+    bare |= {"parallel blocks": config.parallel, "norms after blocks": config.norms != "before"}
+    bare |= {"qk_norm": config.qk_norm, "biases": config.norm_bias, "logit_scale": config.logit_scale != 1}
+    found += [
+        f"norms without gains in a model with {name}" for name, has in bare.items() if has and not config.norm_gain
+    ]
+    clip = {"latent attention": config.latent, "qk_turned": config.qk_turned, "qk_layernorm": config.qk_layernorm}
+    found += [f"head_clip in a model with {name}" for name, has in clip.items() if has and config.head_clip]
     found += ["head_gate with biases"] if config.head_gate and config.attention_bias else []
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts after them")

@@ -134,7 +134,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
         extra = extra if more is None else extra + more
     x, _ = normed(params, "norm", x, config, rms)
     logits = matmul_weight(x, params["unembed"] if "unembed" in params else params["embed"].T)
-    return soft_cap(logits, config.logit_cap), extra
+    return soft_cap(biased(logits, params, "b_unembed"), config.logit_cap), extra
 
 
 def _step(config: Config, remat: str, attention: Callable, window: int | None, segments, rope: tuple, places):

@@ -22,6 +22,7 @@ from scaling.serve.requests import check_served_text
 from scaling.serve.slots import Extent
 from scaling.serve.step import check_room, logits_of, warn_beyond
 from scaling.serve.types import ONE
+from scaling.serve.weights import plain_leaf
 
 FEW = 8  # tokens of a row up to which a step has a fixed shape
 LEAST = 16  # places of the smallest bucket
@@ -59,7 +60,7 @@ class Steps:
             capture: Whether to capture steps as CUDA graphs where that is possible.
         """
         self.params, self.config, self.mesh, self.form = params, config, ONE if mesh is None else mesh, form
-        self.device, self.cache = params["norm"].device, writable(cache, params["norm"], donate=True)
+        self.device, self.cache = plain_leaf(params).device, writable(cache, plain_leaf(params), donate=True)
         self.page = cache["KV"].shape[3] if "pages" in cache else 0
         self.room = capacity(cache, share_of(self.mesh, form).shards)
         self.why = why_not(config, self.mesh, self.device) if capture else "it was not asked for"
@@ -127,7 +128,7 @@ class Steps:
     def _make(self, asked: Tensor, T: int, extent: Extent, every: bool) -> Callable[[Tensor], Tensor]:
         """Return the function of `asked` that computes the logits of steps of this shape, compiled or captured."""
         if extent.most not in self.places:
-            positions, dtype = torch.arange(extent.most, device=self.device), self.params["norm"].dtype
+            positions, dtype = torch.arange(extent.most, device=self.device), plain_leaf(self.params).dtype
             self.places[extent.most] = table_kinds(self.config, positions, dtype)
         places = self.places[extent.most]
         # Each layer's keys and values are an input of the graph: of a view of the whole cache a compiler makes a copy.

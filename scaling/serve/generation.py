@@ -26,6 +26,7 @@ from scaling.serve.sampling import sample
 from scaling.serve.states import Arrive, Options, Work
 from scaling.serve.step import prefill
 from scaling.serve.types import ONE, check_mesh
+from scaling.serve.weights import plain_leaf
 
 
 class Token(NamedTuple):
@@ -100,7 +101,7 @@ def generate(
     draws = [Draw(how, each) for each in request_seeds(rows, seed)]
     if not rows or not max_new_tokens:
         return new
-    lengths, device, mesh = [*map(len, rows)], params["norm"].device, ONE if mesh is None else mesh
+    lengths, device, mesh = [*map(len, rows)], plain_leaf(params).device, ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
     B, S = divisible(len(rows), max(lengths) + max_new_tokens, form, mesh)
     filled = rows + [[0]] * (B - len(rows))  # padding rows make the batch divide over the mesh

@@ -22,7 +22,7 @@ from scaling.serve.capture import why_eager, why_not
 from scaling.serve.defaults import NO_DEFAULTS, ModelDefaults, defaults_of
 from scaling.serve.engine import check_draft
 from scaling.serve.types import FORMS, check_mesh, specs
-from scaling.serve.weights import quantize, quantizers
+from scaling.serve.weights import plain_leaf, quantize, quantizers
 from scaling.spec import FORMATS
 from scaling.spec.sizes import parse_mesh
 from scaling.train.export import params_of_run
@@ -140,7 +140,9 @@ class Served:
         own |= {"dtype": self.cache}
         params = self._params(self.model, mesh, self.weights)
         asked = {"compiled": self.compile and why_eager(self.config)}
-        asked["captured"] = self.capture and self.device == "cuda" and why_not(self.config, mesh, params["norm"].device)
+        asked["captured"] = (
+            self.capture and self.device == "cuda" and why_not(self.config, mesh, plain_leaf(params).device)
+        )
         for what, why in asked.items():
             if why and mesh.rank == 0:
                 complain(f"decode steps are not {what}: {why}")

@@ -13,6 +13,7 @@ from scaling.serve.requests import Request
 from scaling.serve.states import Move, Options, Work
 from scaling.serve.step import check_served
 from scaling.serve.types import ONE
+from scaling.serve.weights import plain_leaf
 
 NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
 
@@ -32,7 +33,7 @@ class PagedModel:
         **steps,
     ):
         check_served(params, config, ONE if mesh is None else mesh, form)
-        self.device, self.page, self.groups, self.paged = params["norm"].device, options.page, options.groups, paged
+        self.device, self.page, self.groups, self.paged = plain_leaf(params).device, options.page, options.groups, paged
         self.group = share_of(ONE if mesh is None else mesh, form).group
         self.pools: dict[str, Steps] = {}
         for worker, (pool, *_) in scheduler.initial(options).pools.items():

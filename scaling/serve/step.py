@@ -32,7 +32,7 @@ from scaling.serve.forms import experts, heads, heads_batch, latent, linear, seq
 from scaling.serve.requests import check_served_text, longest_text
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
-from scaling.serve.weights import check_dtypes, floats
+from scaling.serve.weights import check_dtypes, floats, plain_leaf
 from scaling.spec import Format
 
 LISTINGS: dict[str, tuple[Any, Any]] = {  # (the module with embed, mlp and head, the module with attention)
@@ -155,7 +155,7 @@ def logits_of(
         last: Whether to return the logits[B, V] of each row's last token, or else logits[B, T, V] of all tokens.
         places: The `rope.table_kinds` of all places that a row may have. None computes the angles here.
     """
-    share, dtype, T = share_of(mesh, form), params["norm"].dtype, tokens.shape[1]
+    share, dtype, T = share_of(mesh, form), plain_leaf(params).dtype, tokens.shape[1]
     scale = config.residual_scale
     (listing, attending), own = LISTINGS[form], None
     attention = latent.ATTENTION[form] if config.latent else attending.attention
@@ -257,7 +257,7 @@ def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) 
         if "pages" in cache:
             check_pages(cache, cache["lengths"] + lengths, share_of(mesh, form).groups)
         extent = Extent.of(held, new, T)
-    return lengths, extent, writable(cache, params["norm"], donate)
+    return lengths, extent, writable(cache, plain_leaf(params), donate)
 
 
 def check_served(params: Any, config: Config, mesh, form: str) -> None:

@@ -49,6 +49,9 @@ def quantize(params: dict, config: Config, format: str = "int8", *, mesh=None, f
 def quantizers(config: Config, format: str, mesh=None, form: str = "heads") -> dict:
     """Return a tree like the params, whose leaves are the functions by which `quantize` stores each."""
     f, on = format_of(format), ONE if mesh is None else mesh
+    if not config.norm_gain:
+        what = f"{config.name}: has norms without gains, so no param would say in which dtype it is computed"
+        raise ValueError(f"{what}\n  fix: serve its weights as they are")
     types = specs(config, mesh, form=form)
     return tree.map(lambda dims, text: _quantizer(dims.split(), text, f, on), shared_of(config, f), types)
 
@@ -70,6 +73,11 @@ def _quantizer(dims: list[str], text: str, f: Format, mesh) -> Callable[[Tensor]
         return layers[0].of([torch.stack(parts) for parts in zip(*(layer.parts for layer in layers), strict=True)])
 
     return store
+
+
+def plain_leaf(params: dict) -> Tensor:
+    """Return a param without scales, whose dtype and device are those of the computation."""
+    return params["norm"] if "norm" in params else params["embed"]
 
 
 def check_dtypes(params: Any) -> None:

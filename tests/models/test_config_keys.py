@@ -64,6 +64,8 @@ BASES = {  # a small model of each type
     "hunyuan_v1_dense": SMALL,
     "arcee": SMALL,
     "gpt2": SMALL | {"n_inner": 24, "head_dim": 4},
+    "phi": SMALL,
+    "olmo": SMALL | {"clip_qkv": 0.5},
     "vaultgemma": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9},
     "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
     "qwen3_next": SMALL | EXPERTS | NEXT,

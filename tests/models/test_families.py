@@ -22,31 +22,13 @@ from scaling.serve.states import Options, Request
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
-FAMILIES = ["gemma", "granite tied, biases", "smollm3 windows", "phi3", "ernie 4.5", "phi3 part", "seed oss"]
-FAMILIES += ["olmo2", "olmo3", "olmoe", "gemma3", "glm", "glm4", "starcoder2", "stablelm parallel", "gpt neox"]
-FAMILIES += [
-    "gpt neox in turn",
-    "cohere",
-    "cohere2",
-    "exaone4",
-    "llama mlp biases",
-    "qwen2 moe",
-    "granite moe",
-    "gemma2",
-    "gpt oss",
-    "glm4 moe normed",
-    "deepseek v2",
-    "deepseek v2 lite",
-    "cohere norms",
-    "stablelm norms",
-    "nemotron",
-    "arcee",
-    "vaultgemma",
-    "hunyuan",
-    "phi3 short",
-    "phi3 long",
-    "gpt2",
-]  # rows of the table
+FAMILIES = (  # rows of the table
+    "gemma", "granite tied, biases", "smollm3 windows", "phi3", "ernie 4.5", "phi3 part", "seed oss", "olmo2", "olmo3",
+    "olmoe", "gemma3", "glm", "glm4", "starcoder2", "stablelm parallel", "gpt neox", "gpt neox in turn", "cohere",
+    "cohere2", "exaone4", "llama mlp biases", "qwen2 moe", "granite moe", "gemma2", "gpt oss", "glm4 moe normed",
+    "deepseek v2", "deepseek v2 lite", "cohere norms", "stablelm norms", "nemotron", "arcee", "vaultgemma", "hunyuan",
+    "phi3 short", "phi3 long", "gpt2", "phi", "olmo", "olmoe clipped",
+)  # fmt: skip
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
 
@@ -65,16 +47,27 @@ def alone(family: str) -> tuple[torch.Tensor, dict]:
     return transformer.loss_and_grads(params, ROWS[:, :-1], targets=ROWS[:, 1:], config=config)
 
 
-MESHES = {"X=2,Y=2": {"X": 2, "Y": 2}, "Z=2,C=2": {"Z": 2, "C": 2}, "E=2,C=2": {"E": 2, "C": 2}}
-ON_MESHES = [(mesh, family) for family in FAMILIES for mesh in MESHES if model(family)[0].moe or "E" not in mesh]
-ON_MESHES += [("E=2,Y=2", "gpt oss")]
-MESHES |= {"E=2,Y=2": {"E": 2, "Y": 2}}
+def in_turn(values_of: dict[str, list], new: tuple[str, ...]) -> list:
+    """Rows of a value and a family: all for the sweep; for the suite one of each new family, in turn."""
+
+    def row(turn: int, family: str, i: int, values: list):
+        other = pytest.mark.sweep if family not in new or i != turn % len(values) else ()
+        return pytest.param(values[i], family, marks=other, id=f"{family}, {values[i]}")
+
+    return [row(n, family, i, each) for n, (family, each) in enumerate(values_of.items()) for i in range(len(each))]
+
+
+MESHES = [{"X": 2, "Y": 2}, {"Z": 2, "C": 2}]
+OF_EXPERTS = [{"E": 2, "C": 2}, {"E": 2, "Y": 2}]
 
 
 @pytest.mark.parametrize(
     "options", [{"remat": "block", "microbatches": 2}, pytest.param({}, marks=pytest.mark.sweep)], ids=str
 )
-@pytest.mark.parametrize(("mesh", "family"), [(MESHES[mesh], family) for mesh, family in ON_MESHES], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "family"),
+    in_turn({family: MESHES + (OF_EXPERTS if model(family)[0].moe else []) for family in FAMILIES}, FAMILIES),
+)
 def test_a_step_on_a_mesh_is_that_of_one_device(mesh, family, options):
     config, params = model(family)
     tokens, targets = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
@@ -214,11 +207,12 @@ def test_its_adapters_of_attention_are_read_where_its_experts_are_joined(tmp_pat
         adapters.save(tmp_path / "peft", config, Lora(2, ("W_in",)), adapters.init(config, Lora(2, ("W_in",))))
 
 
-FORMS = {
-    "heads": {"Y": 2, "Z": 2},
-    "heads_batch": {"Y": 2, "Z": 2},
-    "sequence": {"Y": 2, "Z": 2},
-}
+FORMS = {"heads": "YZ", "heads_batch": "YZ", "sequence": "YZ"}  # each with its mesh's axes
+OWN_DECODING = (  # what is new in decoding
+    "olmo3", "cohere2", "gemma2", "gpt oss", "glm4 moe normed", "deepseek v2", "deepseek v2 lite", "cohere norms",
+    "stablelm norms", "nemotron", "hunyuan", "olmo", "phi", "olmoe clipped",
+)  # fmt: skip
+SERVED = {family: [*FORMS, "experts" if model(family)[0].moe else "2d"] for family in FAMILIES}
 
 
 def served(mesh, family: str, form: str) -> list[list[int]]:
@@ -227,27 +221,7 @@ def served(mesh, family: str, form: str) -> list[list[int]]:
     return serve.generate(own, PROMPTS, config, 6, mesh=mesh, form=form)
 
 
-OWN_DECODING = (
-    "olmo3",
-    "cohere2",
-    "gemma2",
-    "gpt oss",
-    "glm4 moe normed",
-    "deepseek v2",
-    "deepseek v2 lite",
-    "cohere norms",
-    "stablelm norms",
-    "nemotron",
-    "hunyuan",
-)  # what is new in decoding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [name if name in OWN_DECODING else pytest.param(name, marks=pytest.mark.sweep) for name in FAMILIES]
-)
-def test_it_is_served_by_every_form(ranks, family):
-    config, _ = model(family)
-    forms = {"experts": {"E": 2, "Y": 2}} if config.moe else {"2d": {"X": 2, "Y": 2}}
-    for form, sizes in (FORMS | forms).items():
-        assert ranks(served, sizes, family, form) == [greedy(family, 6)] * 4
+@pytest.mark.parametrize(("form", "family"), in_turn(SERVED, OWN_DECODING))
+def test_it_is_served_by_every_form(ranks, form, family):
+    sizes = dict.fromkeys((FORMS | {"experts": "EY", "2d": "XY"})[form], 2)
+    assert ranks(served, sizes, family, form) == [greedy(family, 6)] * 4

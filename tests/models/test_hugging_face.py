@@ -207,7 +207,7 @@ UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says ot
     "of type 'yarn with": {"model_type": "qwen2", "rope_parameters": YARN_ELSEWHERE},
     "of type 'by layer'": {"rope_parameters": {"a": {"rope_type": "default"}}},
     "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    "clip_qkv": {"model_type": "olmoe", "clip_qkv": 4.0, "num_experts": 4, "num_experts_per_tok": 2},
+    "norms of heads with biases": {"model_type": "phi", "qk_layernorm": True},
     "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
     "hidden_act 'xielu'": {"hidden_act": "xielu"},
     "embedding_dropout=0.1": {"model_type": "starcoder2", "embedding_dropout": 0.1},

@@ -147,6 +147,9 @@ CASES = {
         | {"original_max_position_embeddings": 16},
     ),
     "gpt2": ("GPT2", {"n_inner": 40, "scale_attn_by_inverse_layer_idx": False}),
+    "phi": ("Phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+    "olmo": ("Olmo", {"clip_qkv": 0.7}),
+    "olmoe clipped": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.8}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
 }
 

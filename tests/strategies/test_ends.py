@@ -50,11 +50,14 @@ def test_chunks_of_tokens_and_parts_of_the_vocabulary_are_the_whole(mesh):
         U, wanted_dU = F.pad(U, beyond, value=50.0), F.pad(wanted[1][1], beyond)  # what is padding is in no sum
         w = torch.where(targets == -100, 0, w)
         U = tree.shard(U, "U[D, V_Y]", mesh)
-        given = targets, w / w.sum(), Terms(V, smoothing, z), tied, mesh.optional, chunk
-        value, dx, dU = chunked_loss(x, U.T if tied else U, *given, gradients=True)
+        given = targets, w / w.sum(), Terms(V, smoothing, z), mesh.optional, chunk
+        table = {"embed": U.T} if tied else {"unembed": U}
+        value, dx, (dU,) = (
+            part.values() if isinstance(part, dict) else part for part in chunked_loss(x, table, *given, gradients=True)
+        )
         types = "Loss[] {U_Y}", "dx[B, T, D] {U_Y}", "dU[D, V_Y]"
         close(tree.unshard((value, dx, dU.T if tied else dU), types, mesh), (wanted[0], wanted[1][0], wanted_dU))
-        assert torch.equal(chunked_loss(x, U.T if tied else U, *given, gradients=False)[0], value)
+        assert torch.equal(chunked_loss(x, table, *given, gradients=False)[0], value)
 
 
 def test_memory_and_messages_by_the_size_of_a_chunk():
@@ -64,7 +67,7 @@ def test_memory_and_messages_by_the_size_of_a_chunk():
         x, U, w = (torch.empty(shape, device="meta") for shape in ((4, 256, 8), (8, 1024), (4, 256)))
         targets = torch.empty(4, 256, dtype=torch.int64, device="meta")
         with peak_memory() as memory, trace() as log:
-            chunked_loss(x, U, targets, w, Terms(4096, 0.0, 0.0), False, mesh, chunk_bytes, gradients=True)
+            chunked_loss(x, {"unembed": U}, targets, w, Terms(4096, 0.0, 0.0), mesh, chunk_bytes, gradients=True)
         peaks.append(memory.peak)
         assert [e.nbytes for e in log.collectives()] == wanted
         assert log.flops == 3 * 2 * 1024 * 8 * 1024  # no logit twice

@@ -228,12 +228,12 @@ def test_what_the_chunks_of_a_loss_add_up_to():
     targets = torch.randint(4, w.shape)
     ce = F.cross_entropy((x.double() @ U.double()).flatten(0, 1), targets.flatten(), reduction="none")
     true = ((w.double().flatten() * ce).sum() / w.double().sum()).item()
-    given = targets, w / w.sum(), Terms(4, 0.0, 0.0), False, ONE.optional, 1 << 13
-    assert chunked_loss(x, U, *given, gradients=False)[0].item() == pytest.approx(true, rel=3e-7)
-    for tied, shape in (False, (4, 8)), (True, (8, 4)):
+    given = targets, w / w.sum(), Terms(4, 0.0, 0.0), ONE.optional, 1 << 13
+    assert chunked_loss(x, {"unembed": U}, *given, gradients=False)[0].item() == pytest.approx(true, rel=3e-7)
+    for table, shape in ("unembed", (4, 8)), ("embed", (8, 4)):
         x, U = (1 + torch.randn(1, 1 << 14, 4)).bfloat16(), torch.randn(shape).bfloat16()
-        given = torch.randint(8, x.shape[:2]), torch.full(x.shape[:2], 2.0**-14), Terms(8, 0.0, 0.0), tied, ONE.optional
-        one, many = (chunked_loss(x, U, *given, size, gradients=True)[2] for size in (1 << 30, 1 << 11))
+        given = torch.randint(8, x.shape[:2]), torch.full(x.shape[:2], 2.0**-14), Terms(8, 0.0, 0.0), ONE.optional
+        one, many = (chunked_loss(x, {table: U}, *given, size, gradients=True)[2][table] for size in (1 << 30, 1 << 11))
         assert many.dtype == torch.bfloat16
         assert (many.float() - one.float()).abs().max() <= 2**-7 * one.abs().max()
 

@@ -65,4 +65,4 @@ def head(params: dict, x: Tensor, at: Context) -> Tensor:
         logits = einsum("x[B_ZE, T, D] * U[D, V_Y] -> logits[B_ZE, T, V_Y]", x, params["unembed"])
     else:
         logits = einsum("E[V_Y, D] * x[B_ZE, T, D] -> logits[B_ZE, T, V_Y]", params["embed"], x)
-    return all_gather("logits[B_ZE, T, V_Y] -> logits[B, T, V]", logits, at.mesh)
+    return all_gather("logits[B_ZE, T, V_Y] -> logits[B, T, V]", biased(logits, params, "b_unembed"), at.mesh)

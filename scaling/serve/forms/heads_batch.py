@@ -57,4 +57,4 @@ def head(params: dict, x: Tensor, at: Context) -> Tensor:
         logits = einsum("x[B, T, D] * U[D, V_YZ] -> logits[B, T, V_YZ]", x, params["unembed"])
     else:
         logits = einsum("E[V_YZ, D] * x[B, T, D] -> logits[B, T, V_YZ]", params["embed"], x)
-    return all_gather("logits[B, T, V_YZ] -> logits[B, T, V]", logits, at.mesh)
+    return all_gather("logits[B, T, V_YZ] -> logits[B, T, V]", biased(logits, params, "b_unembed"), at.mesh)

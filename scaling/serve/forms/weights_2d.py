@@ -10,7 +10,7 @@ are the queries, by a ReduceScatter and an AllToAll.
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, reduce_scatter, shard
-from scaling.models.layer import Context, biased, biased_features, finish_heads, gate_features
+from scaling.models.layer import Context, biased, biased_features, finish_heads, gain_of, gate_features
 from scaling.models.pointwise import mean_square, rms_norm
 
 
@@ -22,12 +22,12 @@ def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
 
 def normed_result(W: dict, name: str, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ] -> y[B, T, D_XYZ]: a norm that the model has, by means over the whole of D."""
-    if name not in W:
+    if (gain := gain_of(W, name, x, at.config)) is None:
         return x
     if at.config.centered:
         x = x - all_reduce("m[B, T, 1] {U_XYZ} -> m[B, T, 1]", x.mean(-1, keepdim=True), at.mesh, op="mean")
     square = all_reduce("s[B, T, 1] {U_XYZ} -> s[B, T, 1]", mean_square(x), at.mesh, op="mean")
-    return biased(rms_norm(x, square, gain=W[name], eps=at.config.eps), W, f"b_{name}")
+    return biased(rms_norm(x, square, gain=gain, eps=at.config.eps), W, f"b_{name}")
 
 
 def _normed(W: dict, name: str, x: Tensor, at: Context) -> Tensor:
@@ -80,4 +80,4 @@ def head(params: dict, x: Tensor, at: Context) -> Tensor:
     else:
         logits = einsum("E[V_YZ, D_X] * x[B, T, D_X] -> logits[B, T, V_YZ] {U_X}", params["embed"], x)
     logits = all_reduce("logits[B, T, V_YZ] {U_X} -> logits[B, T, V_YZ]", logits, at.mesh)
-    return all_gather("logits[B, T, V_YZ] -> logits[B, T, V]", logits, at.mesh)
+    return all_gather("logits[B, T, V_YZ] -> logits[B, T, V]", biased(logits, params, "b_unembed"), at.mesh)

@@ -62,7 +62,7 @@ def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
 def _tables(params: dict, V: int) -> dict[str, Tensor]:
     """Cut the tables of the vocabulary to V entries, or pad them with zeros."""
     more = V - len(params["embed"])
-    pads = {"embed": (0, 0, 0, more), "unembed": (0, more)} if more else {}
+    pads = {"embed": (0, 0, 0, more), "unembed": (0, more), "b_unembed": (0, more)} if more else {}
     return {name: torch.nn.functional.pad(params[name], pad) for name, pad in pads.items() if name in params}
 
 
@@ -115,7 +115,7 @@ def loss_and_grads(
     loss, grads = (run_all_layers if step.schedule is None else run_stages)(step, params, batch)
     if (scale := step.options.scale) != 1:
         loss, grads = loss / scale, tree.map(lambda g: g.mul_(1 / scale), grads)
-    if step.options.lora is None:
+    if "norm" in grads:
         grads["norm"] = scale_by(grads["norm"], 1 / config.logit_scale)  # of the gain that is stored
     return loss, grads
 

@@ -19,7 +19,7 @@ from scaling.collectives import all_gather, all_reduce, einsum, masked, reduce_s
 from scaling.collectives.calls import zeroed
 from scaling.common.limits import LIMITS
 from scaling.configs import Config
-from scaling.models.layer import normed, normed_backward, scale_by
+from scaling.models.layer import biased, normed, normed_backward, scale_by
 from scaling.models.pointwise import soft_cap
 
 
@@ -82,7 +82,7 @@ def head(
     """x[B_PXE, T_CY, D] -> (Loss[] {U_PXECY}, dx[B_PXE, T_CY, D], dW): the weighted loss of this rank's tokens.
 
     Args:
-        W: "norm" g[D], and "unembed" U[D, V_Y] or, tied, "embed" E[V_Y, D].
+        W: "norm" g[D], and "unembed" U[D, V_Y] or, tied, "embed" E[V_Y, D]; perhaps "b_unembed" b[V_Y].
         x: The result of the last layer.
         targets: targets[B_PXE, T_C]. A target of weight 0 may lie outside the vocabulary.
         weights: weights[B_PXE, T_C], already divided by the sum of all weights.
@@ -93,42 +93,46 @@ def head(
         frozen: Whether to compute dx alone, without dW.
         chunk_bytes: The most bytes of logits, in float32, at a time.
     """
-    table = "unembed" if "unembed" in W else "embed"
     y, r = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
-    given = W[table], targets, weights, terms, table == "embed", mesh, chunk_bytes, gradients
-    loss, dy, dU = chunked_loss(y, *given, frozen=frozen)
+    loss, dy, dW = chunked_loss(y, W, targets, weights, terms, mesh, chunk_bytes, gradients, frozen)
     if dy is None:
         return loss, None, {}
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh)  # on the critical path
     dx, dnorm = normed_backward(W, "norm", x, r, dy, config)
-    return loss, dx, {} if dU is None else dnorm | {table: dU}
+    return loss, dx, dnorm | dW if dW else {}
 
 
 def token_logprobs(W: dict, x: Tensor, targets: Tensor, config: Config, mesh) -> Tensor:
     """x[B_PXE, T_CY, D], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], the targets'; `W` as in `head`."""
-    table, terms = "unembed" if "unembed" in W else "embed", Terms(config.V, 0.0, 0.0, config.logit_cap)
+    terms, (U, tied) = Terms(config.V, 0.0, 0.0, config.logit_cap), table_of(W)
     y, _ = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)
     rows, found = y.flatten(0, 1), []
-    size = max(1, LIMITS.chunk // (4 * W[table].shape[table == "unembed"]))
+    size = max(1, LIMITS.chunk // (4 * U.shape[0 if tied else 1]))
     for some, ids in zip(rows.split(size), targets.flatten().split(size), strict=True):
         one = torch.ones(len(ids), dtype=rows.dtype, device=rows.device)
-        found.append(chunk_loss(some, W[table], ids, one, terms, table == "embed", mesh, False)[0])
+        found.append(chunk_loss(some, W, ids, one, terms, mesh, False)[0])
     ce = all_reduce("ce[R_PXEC] {U_Y} -> ce[R_PXEC]", torch.cat(found), mesh)
     return -ce.view(targets.shape)
 
 
-def chunked_loss(
-    x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int, gradients: bool, frozen: bool = False
-):
-    """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}.
+def table_of(W: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
+    """Return U[D, V_Y] and False or, if the model has none, the tied E[V_Y, D] and True."""
+    return (W["unembed"], False) if "unembed" in W else (W["embed"], True)
 
-    With `gradients`, dx[B_PXE, T_C, D] {U_Y} and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]) follow; otherwise they are
-    None, as is dU of a `frozen` U. The sum over chunks is in float64, that of their dU in float32 at least: in bfloat16
-    each chunk would round the sum again.
+
+def chunked_loss(
+    x, W: Mapping, targets, weights, terms: Terms, mesh, chunk_bytes: int, gradients: bool, frozen: bool = False
+) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}; `W` as in `head`.
+
+    With `gradients`, dx[B_PXE, T_C, D] {U_Y} follows, or else None, and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]) and
+    db[V_Y] {U_PXEC} by their names, if they are not `frozen`. The sum over chunks is in float64, that of their dU in
+    float32 at least: in bfloat16 each chunk would round the sum again.
     """
-    rows, dU = x.flatten(0, 1), None
+    rows, dU, (U, tied), db = x.flatten(0, 1), None, table_of(W), W.get("b_unembed")
+    db = None if db is None else torch.zeros_like(db, dtype=torch.promote_types(db.dtype, torch.float32))
     loss = rows.new_zeros((), dtype=torch.float64)
     dx = torch.empty_like(rows) if gradients else None
     V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if tied else ("U[D, V_Y]", "dU[D, V_Y]")
@@ -136,7 +140,7 @@ def chunked_loss(
     size = max(1, -(-len(rows) // count))
     chunks = rows.split(size), targets.flatten().split(size), weights.flatten().split(size)
     for i, (some, ids, w) in enumerate(zip(*chunks, strict=True)):
-        term, dlogits = chunk_loss(some, U, ids, w, terms, tied, mesh, gradients)
+        term, dlogits = chunk_loss(some, W, ids, w, terms, mesh, gradients)
         loss = loss + term.sum(dtype=torch.float64)
         if dx is not None:
             out = dx[i * size : i * size + len(some)]
@@ -148,21 +152,26 @@ def chunked_loss(
             else:
                 dU.add_(einsum(line, some, dlogits))
             dU = dU if count == 1 else dU.to(torch.promote_types(dU.dtype, torch.float32))
+            db = None if db is None or dlogits is None else db.add_(dlogits.sum(0))
         del dlogits  # before the next chunk's are made
     loss = loss.to(torch.promote_types(x.dtype, torch.float32))
-    return loss, None if dx is None else dx.view_as(x), None if dU is None else dU.to(U.dtype)
+    found = {"embed" if tied else "unembed": dU, "b_unembed": db if dU is not None else None}
+    dW = {name: each.to(x.dtype) for name, each in found.items() if each is not None}
+    return loss, None if dx is None else dx.view_as(x), dW
 
 
-def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool):
+def chunk_loss(x, W: Mapping, targets, w, terms: Terms, mesh, gradients: bool):
     """x[R_PXEC, D], targets[R_PXEC], w[R_PXEC] -> loss[R_PXEC] {U_Y}.
 
     It is followed by dlogits[R_PXEC, V_Y] = softmax w - (1 - smoothing) w [target] - smoothing / V w, in the logits'
     own buffer.
     """
+    U, tied = table_of(W)
     if tied:
         logits = einsum("x[R_PXEC, D] * E[V_Y, D] -> logits[R_PXEC, V_Y]", x, U)
     else:
         logits = einsum("x[R_PXEC, D] * U[D, V_Y] -> logits[R_PXEC, V_Y]", x, U)
+    logits = biased(logits, W, "b_unembed")
     logits = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), terms.cap)
     slope_of_cap = None if terms.cap is None or not gradients else 1 - (logits / terms.cap).square()
     w, V_Y = w.to(logits.dtype), logits.shape[-1]

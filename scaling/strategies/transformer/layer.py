@@ -28,6 +28,7 @@ from scaling.models.layer import (
     activate_features,
     attend_heads,
     biased,
+    clipped_backward,
     in_place,
     normed,
     normed_backward,
@@ -81,7 +82,7 @@ VJPS = {  # (dy, x) -> dx of each activation, in one kernel
 def dropped(remat: str, config: Config) -> frozenset[str]:
     """Return the names of `saved` that this policy does not keep."""
     names = REMAT[remat]
-    on_tape = "pull" not in names and not config.qk_norm  # as attention's own operands
+    on_tape = "pull" not in names and not config.qk_norm and config.head_clip is None  # as attention's own operands
     return names | ({"Q", "K", "V", "KV"} if on_tape else set())
 
 
@@ -201,6 +202,8 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dK, dV, *dothers = s["pull"](dO)
     dQ, dK, dgains = turn_heads_backward(own, dQ, dK, s, at)
+    if at.config.head_clip is not None:
+        dV = clipped_backward(s["V"], dV, at.config.head_clip)
     dW |= dgains | ({"sinks": dothers[0]} if "sinks" in W else {})
     if "b_Q" in W:  # {U_PXEC}
         b_K, b_V = dK.sum((0, 1)), dV.sum((0, 1))
