@@ -4,8 +4,9 @@ An engine reads memory at a lower rate than the peak, starts kernels and AllRedu
 requests' prompts between its steps. `GPU` has each time as a multiple of the bound's. Its constants, and those of
 ENGINES, are fitted to 2,265 measured rows of 83 groups of model, system, TP and precision
 (github.com/ai-dynamo/aiconfigurator, systems/silicon_sample.csv, 2026; H100 to GB300). Fitted to one half of the
-groups, they forecast the time of a token of the other half with a median error of 19% and 21%. `TPU` has Part 1's share
-of the memory's peak.
+groups, they forecast the time of a token of the other half with a median error of 19% and 21%. 84 rows of TensorRT-LLM
+are of servers that send 20 tokens at a time, so their first text is taken to be 19 tokens later. `TPU` has Part 1's
+share of the memory's peak.
 """
 
 import math
@@ -56,27 +57,30 @@ TPU = Rates(1.05, 1.05, 1.5, 1.5, 1.0)
 
 @dataclass(frozen=True)
 class EngineDelays:
-    """The delays of a prompt in a serving engine, for (dense models, experts).
+    """The delays of a prompt in a serving engine.
 
-    `queue`: for each request that runs, a share of a prompt's time at the peak; `layer`: seconds of a layer's kernels,
-    and `apart` more of them if sequences are on replicas of attention. `error`: the median error of the time to the
-    first token on `rows` measured rows, where it is fitted to the other half of the groups.
+    `queue`: the number of prompts that run before a request's own, as a share of the other requests; 0.5 if all arrive
+    at once. Seconds: `request`, what each request costs besides its prompt; `layer` and `latent`, the kernels of a
+    layer, and of one with latent attention. `error`: the median error of the time to the first token on `rows` measured
+    rows, where it is fitted to the other half of the groups.
     """
 
-    queue: tuple[float, float]
-    layer: tuple[float, float]
-    apart: float
+    queue: float
+    request: float
+    layer: float
+    latent: float
     error: float
     rows: int
 
 
 ENGINES = {
-    "vllm": EngineDelays((0.13, 0.84), (0.9e-3, 1.1e-3), 1.5e-3, 0.17, 885),
-    "trtllm": EngineDelays((0.20, 0.77), (2.1e-3, 2.6e-3), 26e-3, 0.45, 710),
-    "sglang": EngineDelays((0.90, 1.85), (4.7e-3, 4.6e-3), 1e-3, 0.46, 643),
+    "vllm": EngineDelays(0.09, 0.0, 0.95e-3, 1.8e-3, 0.18, 696),
+    "trtllm": EngineDelays(0.09, 78e-3, 0.0, 2.2e-3, 0.33, 686),
+    "sglang": EngineDelays(0.5, 0.27, 0.0, 0.0, 0.39, 528),
 }
-PROMPT = (1.6, 4.0)  # a prompt's time as a multiple of its FLOPs' at the peak, of dense models and of experts
-PROMPT_SENT = 3.6  # a prompt's time of communication, as a multiple of its time at the peak
+PROMPT = (1.4, 3.75)  # a prompt's time as a multiple of its FLOPs' at the peak, of dense models and of experts
+CHUNK = 8192  # tokens of prompts that run in one step
+APART = 1.6e-3  # more seconds of a layer if sequences are on replicas of attention
 BUSY = 0.7  # the share of time that chips which only run prompts are busy
 WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for such chips, in units of a prompt's time (a queue of random arrivals)
 
@@ -100,14 +104,19 @@ class PromptRun:
         c, chip = self.service.config, self.chip
         if chip.kind != "gpu":
             return self.peak / self.service.mfu
-        sent = 2 * c.L * 2 * (1 - 1 / ranks) * self.service.prompt * c.D * 2 / chip.bandwidth("node")
-        return PROMPT[c.moe] * self.peak + PROMPT_SENT * sent
+        sent = 2 * c.L * 2 * self.service.prompt * c.D / chip.bandwidth("node")  # switches add the partial sums
+        return PROMPT[c.moe] * self.peak + (sent if ranks > 1 else 0.0)
+
+    @property
+    def kernels(self) -> float:
+        """Seconds in which the kernels of all layers start."""
+        c, engine = self.service.config, ENGINES[self.service.engine]
+        return c.L * (engine.latent if c.latent else engine.layer) if self.chip.kind == "gpu" else 0.0
 
     @property
     def starts(self) -> float:
-        """Seconds in which the kernels of all layers start."""
-        c = self.service.config
-        return c.L * ENGINES[self.service.engine].layer[c.moe] if self.chip.kind == "gpu" else 0.0
+        """Seconds of a request besides the work of its prompt."""
+        return self.kernels + (ENGINES[self.service.engine].request if self.chip.kind == "gpu" else 0.0)
 
     @property
     def alone(self) -> float:
@@ -124,10 +133,11 @@ class PromptRun:
 
 def first_token(plan: "ServingPlan") -> float:
     """Return the likely seconds to a request's first token (TTFT), where prompts run between the steps."""
-    s, engine, own = plan.service, ENGINES[plan.service.engine], PromptRun(plan.service, plan.chip, plan.chips)
-    apart = engine.apart * s.config.L if plan.groups > 1 and plan.chip.kind == "gpu" else 0.0
-    queue = engine.queue[s.config.moe] * own.peak * plan.batch
-    return own.starts + own.taken(plan.chips // plan.groups) + queue + apart
+    s, own = plan.service, PromptRun(plan.service, plan.chip, plan.chips)
+    work = own.taken(plan.chips // plan.groups)
+    before = ENGINES[s.engine].queue * (plan.batch - 1) * (work + own.kernels * s.prompt / CHUNK)
+    apart = APART * s.config.L if plan.groups > 1 and plan.chip.kind == "gpu" else 0.0
+    return own.starts + work + before + apart
 
 
 @dataclass(frozen=True)
