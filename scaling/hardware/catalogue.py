@@ -4,6 +4,7 @@ The numbers are in chips.toml, each with its source in the book or from its vend
 form.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -34,7 +35,8 @@ def chip(name: str, variant: str | None = None) -> Chip:
     variant = after if colon else variant
     if name.endswith(".toml"):
         return load_chip(name, variant)
-    key = name.lower().removeprefix("tpu").strip(" -_")
+    key = re.sub(r"tpu|rtx|[ _-]", "", name.lower())
+    key = next((known for known in registry() if key == known.removeprefix("rtx")), key)
     if key not in registry():
         raise ValueError(
             f"unknown chip {name!r}\n  fix: give one of {', '.join(registry())}, or the path of a .toml file"
@@ -116,8 +118,8 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
     allowed = {field.name for field in fields(Chip)} - {"name", "peaks", "efficiency"}
     if unknown := set(data) - allowed | set(peaks) - set(DTYPE_BYTES):
         raise ValueError(
-            f"unknown field {sorted(unknown)}: fields are those of scaling.hardware.Chip, and flops.<dtype>"
-            "\n  fix: rename the field, or leave it out"
+            f"unknown field {sorted(unknown)}: fields are {', '.join(sorted(allowed))}, and flops.<dtype>"
+            '\n  fix: rename the field, or leave it out; base = "h100", say, gives all that the file does not'
         )
     if "kind" not in data:
         raise ValueError(f"kind is missing\n  fix: give one of {CHIP_KINDS}")

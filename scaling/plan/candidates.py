@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -186,7 +187,7 @@ class Found(Sequence):
         best = min((i for i in (0, 1, next(rare, count)) if i < count), key=lambda i: self[i].forecast, default=0)
         return self[best] if best else None
 
-    @property
+    @cached_property
     def fitting(self) -> int:
         """The number of meshes that fit."""
         return sum(key[0] == 0 for key, *_ in self.chosen)

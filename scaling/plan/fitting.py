@@ -45,9 +45,13 @@ def help_needed(found: Found) -> dict:
             return True
         return False
 
-    any(works(f"{n:,} chips", chips=n) for n in (asked.chips << i for i in range(1, 12)))
-    for way in frugal_ways(job):
-        works(f"{way.name} ({way.says})", job=way.on(asked.chip))
+    more = [asked.chips << i for i in range(1, 12)]
+    any(works(f"{n:,} chips", chips=n) for n in more)
+    ways = [(f"{way.name} ({way.says})", way.on(asked.chip)) for way in frugal_ways(job)]
+    fit = [works(name, job=less) for name, less in ways]
+    if not any(fit):
+        name, less = ways[-1]
+        any(works(f"{name} on {n:,} chips", chips=n, job=less) for n in more)
     if job.grad_bytes > 2:
         works("gradients in bf16", job=replace(job, grad_bytes=2))
     smaller = (b for b in (job.batch >> i for i in range(1, 16)) if b >= job.seq)

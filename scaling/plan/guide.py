@@ -20,8 +20,9 @@ from scaling.cost.units import significant
 from scaling.hardware import CHIPS, Chip, Level, chip
 from scaling.hardware.catalogue import CLASS
 from scaling.models.leaves import counted_without
-from scaling.plan.candidates import search
+from scaling.plan.candidates import plans, search
 from scaling.plan.evaluate import Estimate
+from scaling.plan.fitting import help_needed
 from scaling.plan.frugal import Frugal, frugal_ways
 from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded, size
@@ -154,18 +155,10 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
             held = size(float(rung.found.held.total) + way.adapters)
             lines.append(f"  {way.name}: {held} a GPU ({rung.rung.name}); {way.says}")
         return folded(lines)
-    lines += [
-        f"Nothing fits: {best.rung.name} is {size(float(best.found.held.total) - free)} too large for the "
-        f"{size(free)}.",
-        f"What would help: {-(-int(params * state) // int(free))} or more such GPUs (for params, gradients and "
-        f"optimizer alone); shorter sequences; "
-        + (
-            f"an optimizer of 2 bytes a parameter (8-bit Adam) instead of {job.optimizer_bytes:g}; "
-            * (job.optimizer_bytes > 2)
-        )
-        + f"a model of at most {size(free * gpus / state).replace(' GB', 'e9')} params.",
-    ]
-    return folded(lines)
+    over = size(float(best.found.held.total) - free)
+    lines += [f"Nothing fits: {best.rung.name} is {over} too large for the {size(free)}.", "What would help:"]
+    lines += [f"  {helps}" for helps in help_needed(plans(job, gpu, gpus))["helps"]]
+    return folded([*lines, f"  a model of at most {size(free * gpus / state).replace(' GB', 'e9')} params"])
 
 
 def quantity(text: str) -> float:

@@ -92,15 +92,17 @@ def _notes(found: Estimate) -> list[str]:
 
 
 def less_sure(found: Found) -> list[str]:
-    """Return as a note a layout that is forecast to be faster than the chosen one, and why it is not chosen."""
-    if not (other := found.faster):
-        return []
+    """Return as notes that no published run is laid out so, and a faster layout with why it is not chosen."""
     job, chip = found.question.job, found.question.chip
+    rare = ["no published run is laid out so"] if is_unusual(job, chip, found[0].layout) else []
+    if not (other := found.faster):
+        return rare
     gain = found[0].forecast / other.forecast - 1
     why = f"the chosen one asks less of the network and of its users, and such forecasts are off by {gain:.0%} and more"
     if is_unusual(job, chip, other.layout):
         why = f"no published run is laid out so, and it would have to be faster by {unsure(job, chip):.0%} to be sure"
-    return [f"{other.name} ({other.layout.recipe}) is forecast {gain:.0%} faster; {why}"] if gain > 0.005 else []
+    faster = f"{other.name} ({other.layout.recipe}) is forecast {gain:.0%} faster; {why}"
+    return [*rare, faster] if gain > 0.005 else rare
 
 
 def axis_table(found: Estimate) -> str:

@@ -299,7 +299,7 @@ def _key(served: ServingPlan, objective: str) -> tuple:
         return served.step.seconds, -served.per_chip, served.chips
     if served.service.ttft or served.service.tpot:
         return -served.requests / served.replicas / served.chips, served.chips
-    return -served.per_chip, served.step.seconds, served.chips
+    return -float(f"{served.per_chip:.3g}"), likely_token(served).seconds * served.chips / served.batch, served.chips
 
 
 def plans(

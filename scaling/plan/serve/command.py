@@ -19,7 +19,7 @@ from scaling.plan.serve.goals import deployments
 from scaling.serve.states import POLICIES
 from scaling.spec import ShardingError
 
-STORED = ("bf16", "int8", "fp8", "int4")
+STORED = ("bf16", "int8", "fp8", "int4", "fp4")
 TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the Pareto front, as multiples of the fastest step
 
 

@@ -113,10 +113,17 @@ def _changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, Serv
     if s.context // 2 > s.generated:
         tried.append((f"a context of {s.context // 2:,}", replace(s, context=s.context // 2), fixed))
     for chips in (best.chips * 2, best.chips // 2):
-        tried.append((f"{chips} chips", s, fixed | {"chips": chips}))
+        tried.append((f"{chips} chip{'s' * (chips > 1)}", s, fixed | {"chips": chips}))
     if s.latency:
         tried.append((f"{2e3 * s.latency:g} ms a step", replace(s, latency=2 * s.latency), fixed))
-    found = []
+    found, count = [], best.chips * best.replicas
+    if fixed.get("chips") and count > 2:  # a number that divides badly
+        less: dict = fixed | {"chips": count - 1}
+        fewer = plans(s, best.chip, objective=objective, **less)[:1]
+        more = CHANGE * best.tokens_per_second * best.replicas
+        found += [
+            (f"only {count - 1} of the chips", one) for one in fewer if one.tokens_per_second * one.replicas > more
+        ]
     for what, service, how in tried:
         if how.get("chips") != 0 and (again := plans(service, best.chip, objective=objective, **how)):
             ratio = again[0].per_chip / best.per_chip
@@ -146,6 +153,7 @@ def distinct(found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
 def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | None, **fixed) -> str:
     """Return the report."""
     best = found[0]
+    used = best.chips * best.replicas
     s, step, hbm = best.service, best.step, best.chip.need("hbm_bytes")
     ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
     kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in ms.items())
@@ -156,7 +164,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         asked(s, best.chip),
         *counted_without(s.config),
         "",
-        f"Take:       {named_slices(best)}, {best.chips * best.replicas} chips, form {best.form}: {best.type} on "
+        f"Take:       {named_slices(best)}, {used} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
         f"{_mesh(best)}; batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
