@@ -8,6 +8,16 @@ spreads the experts over all ranks. Tokens travel to the experts that they chose
 and come back.
 """
 
+# %% [markdown]
+# ## What does one gain, and what does one give up?
+# Caches are most of what a decode step reads and stores. If each is on one rank instead of Y, Y times as many sequences
+# fit, and a step reads them faster. With many sequences each expert also gets more rows, so its weights are read for
+# more tokens.
+#
+# The price is two AllToAlls in each layer, and that the ranks depend on how requests and choices of experts are spread:
+# a step takes as long as the rank with the most rows. With few requests there is too little for each rank, every rank
+# still reads all of attention's weights, and splitting heads is better.
+
 # %%
 import torch
 
@@ -31,8 +41,9 @@ config = Config("small", 2, 32, 48, 2 * Y, Y, 8, 32 * Y, E=2 * E * Y, k=2)
 # ## One block, line by line
 # Attention computes this rank's requests, B_E, and its heads, N_Y. The ranks along Y have the same requests, so before
 # the experts each takes a share of them, B_EY. This is a slice, and nothing is sent. Then follow two AllToAlls over all
-# ranks, with as many rows as the router says, and an AllGather of the result over Y. In `Row`, the dim R differs for
-# each rank and expert.
+# ranks, with as many rows as the router says, and an AllGather of the result over Y. Before them the ranks exchange how
+# many rows will come: `load[E]` counts the tokens of each expert, and n[G, E] those that each rank (G) has for it. In
+# `Row`, the dim R is that number, so it differs for each rank and expert.
 
 
 # %%
@@ -53,7 +64,7 @@ def compared(mesh) -> dict:
 
 ran = page.on_ranks(compared)
 first = [row for row in ran["experts"][1] if row[1]]
-start = next(i for i, row in enumerate(first) if "load" in row[0]) - (Y > 1)
+start = next((i for i, row in enumerate(first) if "load" in row[0]), 0) - (Y > 1)
 of_layer = first[start : start + 4 + 2 * (Y > 1)]
 show_lines(page, f"The collectives of a layer, on E={E}, Y={Y}, {B} requests, float64", of_layer, flops=False)
 page.say()
@@ -61,11 +72,11 @@ page.equal([(form, off, 1e-12) for form, (off, *_) in ran.items()])
 
 # %% [markdown]
 # ## Which of the two sends less?
-# The form "heads" on the same mesh splits experts over E and their features over Y. Each token's row goes to all Y
-# ranks of a group, and the partial sums come back and are reduced. Whole experts spread the same rows over Y times as
-# many ranks. V of the AllToAll is the same, B k D, but a rank sends only its part of it, B k D / (E Y) instead of B k D
-# / E. The table has a step's collectives by the closed form and as traced. The number of rows for experts depends on
-# the router, so their V is not compared.
+# The form `heads` on the same mesh splits experts over E and their features over Y. Each token's row goes to all Y
+# ranks of a group, and the partial sums come back and are reduced. The form `experts` keeps experts whole and spreads
+# the same rows over Y times as many ranks. V of the AllToAll is the same, B k D numbers for k experts a token, but a
+# rank sends only its part of it, B k D / (E Y) instead of B k D / E. The table has a step's collectives by the closed
+# form and as traced. The number of rows for experts depends on the router, so their V is not compared.
 
 # %%
 rows = []
@@ -79,10 +90,11 @@ page.same(rows, ["form", "collective", "closed form", "traced"])
 
 # %% [markdown]
 # ## When does it beat heads over Y?
-# The table is for DeepSeek-V3 on 64 H800 in fp8 with a bf16 cache: ms of a step by the planner's bound, with a star
-# where it does not fit. Each row is a context and a batch; with Y=1 the two forms are equal. Heads over all 64 ranks
-# keep 64 copies of the latent cache. They win only for few and short requests, where a step mainly reads weights. With
-# more or longer requests, a smaller Y is best.
+# The table is for DeepSeek-V3 on 64 H800s in fp8 with a bf16 cache: ms of a step by the planner's bound, with a star
+# where memory does not suffice. Each row is a context and a batch. The columns go from heads split over all ranks to
+# requests split over all ranks; with Y=1, the last, the two forms are equal. Heads over all 64 ranks keep 64 copies of
+# the latent cache. They win only for few and short requests, where a step mainly reads weights. With more or longer
+# requests, a smaller Y is best.
 
 # %%
 V3, H800 = get("deepseek-v3"), chip("h800")

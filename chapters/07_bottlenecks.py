@@ -24,9 +24,16 @@ ALPHA = V5E.intensity("hbm")  # 240 FLOPs a byte
 
 # %% [markdown]
 # ## Linear operations: what bottlenecks us?
-# The table has the number of tokens from which a matmul is compute-bound, (bytes of a weight) C / 2W, with the C of the
-# dtype that multiplies. The book's beta alpha is the same number with C in bf16. With activations in int8, C is twice
-# as high and beta twice as large.
+# A matmul of B tokens with weights [D, F] does 2BDF FLOPs. If B is small beside D and F, it reads little but the
+# weights, so its intensity is 2B FLOPs for each weight. A chip with C FLOPs/s and W bytes/s of HBM is busy computing
+# only from B = (bytes of a weight) C / 2W tokens on, the *critical batch*.
+#
+# In training and prefill a step has thousands of tokens, and this is no question. In generation each sequence has one
+# token a step, since the next depends on it, so 240 tokens are 240 requests at the same time, with 240 caches. That is
+# hard to reach; below it most of the chip's FLOPs are unused, and more sequences cost nearly no time.
+#
+# The table has the critical batch by dtype. The book writes it as beta alpha, with alpha = C/W and beta = bits of a
+# weight over bits of an activation. If the products are in int8, C is that of int8, twice as high on a v5e.
 
 # %%
 kinds = [("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"), ("int4", "bf16")]
@@ -53,8 +60,10 @@ page.answers([
 
 # %% [markdown]
 # ## What about attention?
-# Attention of one head does ST/(S + T) FLOPs per byte. In prefill this grows with the prompt. In generation it is 1, or
-# G if G heads share a cache, and no batch makes it larger. So generation is always below 240.
+# In attention, T queries meet the keys and values of S tokens. A head does 4STH FLOPs and reads 4(S + T)H bytes in
+# bf16, which is ST/(S + T) FLOPs per byte. In prefill S = T, and the intensity T/2 grows with the prompt. In generation
+# T = 1, and the intensity is 1, or G if G query heads share a cache. A larger batch does not change it, because each
+# sequence brings its own cache, while all share the weights. So attention in generation is always bound by HBM.
 
 # %%
 contexts = [2**i for i in range(6, 18)]
@@ -78,8 +87,18 @@ page.answers([
 
 # %% [markdown]
 # ## Theoretical estimates for latency and throughput
-# A step takes at least batch KV / W + max(2 batch params / C, weights / W). The pop quiz has 30B params in int8, bf16
-# FLOPs, a 4x4, and 100 kB of cache per token.
+# Everything that follows in Parts 7 and 8 rests on one bound for the time of a step:
+#
+#     batch KV / W + max(2 batch params / C, weights / W)
+#
+# KV is the bytes of a sequence's cache, weights the bytes of the weights, and C and W are those of all chips together.
+# First comes attention, which is bound by HBM, then the matmuls, which take the longer of their FLOPs and their reads.
+# The tokens per second are the batch over this. A small batch has a short step and wastes the chip; a large one is
+# cheap a token, and each user waits longer. Once the caches outweigh the weights, more sequences gain little.
+#
+# It is a lower bound: it takes for granted that reads overlap with FLOPs and that communication is hidden.
+#
+# The pop quiz has 30B params in int8, bf16 FLOPs, a 4x4, and 100 kB of cache per token.
 
 # %%
 quiz = serving.Load(30e9, 30e9, 100e3)
@@ -91,9 +110,10 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# The same formula gives the book's figure of PaLM (ESTI): 540B params, 118 layers that share one KV head of 256, after
-# 2,048 tokens on 64 v4p. The cost of a token hardly falls beyond a batch of 229. Compare both ends of the curves: int8
-# weights halve the least latency, and leave the least cost unchanged.
+# The same bound gives the book's figure of PaLM, from the paper "Efficiently Scaling Transformer Inference" (ESTI):
+# 540B params, 118 layers with one KV head of 256 each, after 2,048 tokens on 64 v4p. A point is a batch, from 1 at the
+# top to 2,048. The cost of a token hardly falls beyond a batch of 229, where FLOPs begin to bind. Compare both ends of
+# the curves: int8 weights halve the least latency, and leave the least cost unchanged.
 
 # %%
 V4P, PALM = chip("v4p"), 540e9
@@ -117,8 +137,10 @@ page.answers([
 
 # %% [markdown]
 # ## What about memory?
-# How many caches fit? The letters are Part 4's. In bf16 the params of LLaMA-2 13B take as much memory as four
-# caches.
+# Training stores params, gradients, optimizer state and what backward reads. Inference stores params, a few activations
+# that do not matter, and caches, which do: four caches of 8k tokens take more than all params of LLaMA-2 13B. The
+# letters are Part 4's: L layers, D the width of the residual stream, F of the MLP, N query heads, K KV heads, H numbers
+# a head, V tokens in the vocabulary, E experts of which a token takes k.
 
 # %%
 toy, moe = get("part7-toy"), get("part7-moe")
@@ -142,8 +164,9 @@ page.answers([
 
 # %% [markdown]
 # ## Modeling throughput and latency for LLaMA 2-13B
-# The example runs on eight v5e in bf16, with 26e9 bytes of weights and caches of 6.7e9, or of a fifth of that. Every
-# number of both tables is recomputed. The book writes GiB, but its bytes are GB. The memory ends at 128 GB.
+# The example runs on eight v5e in bf16, with 26e9 bytes of weights and caches of 6.7e9, or of a fifth of that. All 48
+# numbers of the book's two tables are recomputed; they are printed as in the book, and a row below a table would name
+# one that differs. The book writes GiB, but its bytes are GB. The memory ends at 128 GB.
 
 # %%
 BATCHES = (1, 8, 16, 32, 64, 240)
@@ -173,16 +196,21 @@ def column(load: serving.Load, batch: int) -> list[float]:
 
 
 # %% [markdown]
-# First come all numbers of both tables, then tokens per second against the time of a step, and the batch that fits in
-# 128 GB.
+# Large caches end the first table early: 16 of them are too many, and the tokens per second are near their limit
+# anyway. With caches of a fifth, the step is shorter at every batch, 64 sequences fit, and throughput is four times as
+# high. The chart has both curves, and marks the largest batch that fits.
 
 # %%
 for name, rows in book.items():
+    columns = [column(loads[name], batch) for batch in BATCHES]
+    page.title(f"LLaMA-2 13B on 8 v5e, {name or 'caches of 6.7 GB: '}by batch")
+    page.table(
+        [(what, *(f"{c[j]:,.2f}" for c in columns)) for j, (what, *_) in enumerate(rows)], ["", *map(str, BATCHES)]
+    )
     page.answers([
-        Answer(f"{name}{what}, batch {batch}", row[i], column(loads[name], batch)[j])
+        Answer(f"{name}{what}, batch {batch}", row[i], columns[i][j])
         for j, (what, *row) in enumerate(rows) for i, batch in enumerate(BATCHES)
-    ])  # fmt: skip
-    page.say()
+    ], agreeing=False)  # fmt: skip
 page.chart(
     "llama2-13b", {
         f"{word}, {S} tokens": [(1e3 * s.seconds, b / s.seconds) for b, s in
@@ -204,8 +232,11 @@ page.answers([
 
 # %% [markdown]
 # ## Tricks for a smaller cache
-# A smaller cache makes every step faster. The table compares ways to shrink that of LLaMA-2 13B at 32k tokens, by the
-# bytes stored and the bytes read at each step. Layers that share a cache store less, but each of them still reads it.
+# A smaller cache makes every step faster and lets more sequences fit. Each trick below gives up something of the model:
+# query heads that share keys and values (GQA), layers that see only the last 1,024 tokens, fewer bits. The table
+# applies them one after another to LLaMA-2 13B at 32k tokens, by the bytes stored and the bytes read at each step. In
+# the last row, layers share their caches in pairs. They store half, but each layer still reads it, so steps are no
+# faster.
 
 # %%
 LONG = 32768
@@ -230,8 +261,9 @@ page.answers([
 
 # %% [markdown]
 # ## Questions 1 to 3, 5 and 6
-# The toy model is all in int8, unless a row says otherwise. In Question 6, experts are split over Z and F over Y. The
-# other weights (attention, vocabulary) are split over Y alone, if one takes the types literally.
+# The toy model is all in int8, unless a row says otherwise. In Question 6, experts are split over Z and F over Y. If
+# one takes the types literally, the other weights (attention, vocabulary) are split over Y alone, so each chip holds
+# more of them.
 
 # %%
 one, active = tm.num_params(toy), tm.num_params(moe, active=True)
@@ -263,8 +295,9 @@ page.answers([
 
 # %% [markdown]
 # ## Appendix A: how real is the batch size > 240 rule?
-# How good is the roofline? Two matmuls of 8192 x 32768 in bf16, sharded 4 ways, are compared with what the book's
-# figures show (read off).
+# How good is the roofline? A layer of two matmuls, 8192 x 32768 in bf16 and sharded 4 ways, is compared with what the
+# book measured (read off its figures). Up to a batch of 64 the time hardly changes, and from 256 on it grows with the
+# batch, as the rule says. No measurement beats the bound.
 
 # %%
 size = cost.LayerShape(1, 8192, 32768).params
@@ -282,8 +315,9 @@ page.answers([
 
 # %% [markdown]
 # ## Appendix C: latency bound communications
-# An AllGather takes at least a microsecond per hop, X/2 hops on a ring of X. It is bound by this latency if V is less
-# than X times 45 kB.
+# In a decode step the activations are so small that bandwidth matters less than the hops. An AllGather takes at least a
+# microsecond per hop, X/2 hops on a ring of X chips. In that time a link moves 45 kB (4.5e10 bytes/s one way), so an
+# array of V bytes in all is bound by latency if V is less than X times 45 kB.
 
 # %%
 ring, wide = cost.latency_bound_bytes(V5E, 8, wrap=True), get("llama3-70b").D  # 8192

@@ -18,9 +18,9 @@ planner's number, and each number with a cache that is allocated.
 #
 # The table shows the chain for LLaMA-3 70B on eight H200s, as it is and with a key and a value for each of its 64
 # query heads. Weights are in FP8, caches in bf16, and a tenth of the memory stays free. The largest batch that fits is
-# served at the bound of Part 7, without collectives. Its price is the GPUs' by the hour (Part 12: around $10). With an
-# eighth of the bytes eight times as many sequences fit, and since caches are most of what is read, a token costs about
-# an eighth.
+# served at the bound of Part 7 (07_bottlenecks.py), without collectives. Its price is the GPUs' by the hour (Part 12:
+# around $10). With an eighth of the bytes eight times as many sequences fit, and since caches are most of what is read,
+# a token costs about an eighth.
 
 # %%
 from collections import Counter
@@ -70,19 +70,21 @@ page.table(rows, ["", "context", "kB a token", "sequences", "tokens/s", "$ a mil
 #   of H numbers.
 # - Grouped queries (LLaMA-3 70B) take 2 b L K H S bytes. Only K heads have keys and values, and N/K query heads share
 #   each.
-# - Latents (DeepSeek-V3) take b L (C + rope) S bytes. All heads share one latent of C numbers, from which keys and
-#   values follow, and one rotary key. There is no 2, because a latent is both, and neither N nor H occurs.
+# - Latents (DeepSeek-V3) take b L (C + rope) S bytes. All heads share one latent of C = 512 numbers, from which keys
+#   and values follow, and one rotary key of rope = 64. There is no 2, because a latent is both, and neither N nor H
+#   occurs.
 # - Windows take 2 b K H (L_f S + L_w min(S, w)) bytes. L_f layers see all tokens. L_w layers see only the last w, so
 #   their bytes stop growing there. Every second layer of Gemma 2 has a window of 4,096 tokens. In Gemma 3 it is five of
 #   six layers and 1,024 tokens, and in GPT-OSS every second layer and 128 tokens.
 #
 # The book also has caches that several layers share, which none of these models does.
 #
-# A fifth kind has no S at all: a linear layer keeps a state, in which it sums up all tokens. In Qwen3-Next three of
-# four layers are gated delta rules with n = 32 heads of states S[h, v] in float32, and k = 16 heads of queries and
-# keys, where h = v = 128. Queries, keys and values pass a convolution over w = 4 tokens, so the w - 1 = 3 last tokens
-# before it are kept as well, in bf16. So a layer's state takes 4 n h v + 2 * 3 (2 k h + n v) bytes at any context. The
-# other layers have grouped queries.
+# A fifth kind has no S at all: a linear layer keeps a state of fixed size, into which it adds each token. In Qwen3-Next
+# three of four layers are of this kind (gated delta rules), with n = 32 heads, each a matrix of h x v numbers in
+# float32, and k = 16 heads of queries and keys, where h = v = 128. Queries, keys and values pass a convolution over w =
+# 4 tokens, so the w - 1 = 3 last tokens before it are kept as well, in bf16. So a layer's state takes 4 n h v + 2 * 3
+# (2 k h + n v) bytes at any context. The other layers have grouped queries. What such a layer gives up is the exact
+# past: it cannot look up a token, only what the state kept of it.
 #
 # All of a state is there from the first token on, so the planner counts it as a window of one token. A step also writes
 # the states, which is left out.

@@ -2,9 +2,10 @@
 """Part 7, Sharding the KV cache: a decode step line by line, and prefill split along the sequence.
 https://jax-ml.github.io/scaling-book/inference
 
-There are more ranks than KV heads, so query heads are split over Y and Z, and the cache over Y and, along the batch,
-over Z. First the book's twelve lines run, with two endings; then prefill, whose tokens can be split as well.
-`scaling.serve` decodes in this form and three others, which 07_sharded_decode.py compares.
+A cache can be split over its KV heads, but often there are more ranks than heads. Then a copy of each head on several
+ranks would waste memory and reads. Here query heads are split over Y and Z, and the cache over Y by heads and over Z by
+the batch. First the book's twelve lines run, with two versions of steps 9 and 10; then prefill, whose tokens can be
+split as well. `scaling.serve` decodes in this form and three others, which 07_sharded_decode.py compares.
 """
 
 # %%
@@ -28,9 +29,10 @@ D, SEED = 8 * Y * Z, page.args.seed
 
 # %% [markdown]
 # ## One token, twelve lines
-# M query heads share each of K KV heads, N = KM. In the scores and in O, K and M are separate dims; before and after,
-# heads are one dim, N. The two AllToAlls move activations from heads to rows of the batch and back. The activations are
-# a few tokens; the cache is long and does not move.
+# M query heads share each of K KV heads, so N = KM; H is the width of a head, and S the tokens in the cache. In the
+# scores A and in O, K and M are separate dims; before and after, heads are one dim, N. The two AllToAlls move
+# activations from heads to rows of the batch and back. The activations are one token a sequence, so this is cheap; the
+# cache is long and does not move.
 
 
 # %%
@@ -60,8 +62,9 @@ def by_heads(O, mesh):
 
 
 # %% [markdown]
-# Both endings run on ranks and are compared with one device. With one KV head on each rank of Y they are the same. With
-# two, the book's step 10 joins M's parts of both, which are not the heads that this rank's block of W_O multiplies.
+# Both versions run on ranks and are compared with one device. With one KV head on each rank of Y they are the same.
+# With two, the book's step 10 joins a part of M from each of the two KV heads. These are not the heads that this rank's
+# block of W_O multiplies, so the result is wrong.
 
 
 # %%
@@ -96,9 +99,10 @@ page.answers([
 
 # %% [markdown]
 # ## Prefill, split along the sequence
-# A long prompt is one sequence, so there is no batch to split. Beyond Y ranks of tensor parallelism, the tokens can be
-# split over Z. Only keys and values are gathered, [T, K_Y, H], a factor of D / 2KH smaller than the activations. Each
-# rank knows the positions of its queries, for the mask. The keys that a rank computed are its part of the cache.
+# A long prompt is one sequence, so there is no batch to split. Tensor parallelism over Y ends where its collectives
+# take longer than the FLOPs; beyond that, the tokens can be split over Z. Then only keys and values are gathered, [T,
+# K_Y, H], which together are smaller than the activations by a factor of D / 2KH. Each rank knows the positions of its
+# queries, for the mask. The keys that a rank computed are its part of the cache.
 
 
 # %%
@@ -137,9 +141,10 @@ page.say()
 page.equal([("A, causal", out, EXACT), ("the cache", cached, EXACT)])
 
 # %% [markdown]
-# How many ranks can the sequence use? A layer's products take 2 P T / (Y Z C) for its P params, and the gathers 4 T K H
-# / (Y W). The tokens cancel, so this bounds Z, the number of ranks of the sequence. The example is LLaMA-3 70B on v5e,
-# with a ring for Z.
+# How many ranks can the sequence use? A layer of P params takes 2 P T / (Y Z C) seconds for its products, with C
+# FLOPs/s a chip, and 4 T K H / (Y W) for the gathers in bf16, with W bytes/s of ICI. The tokens T cancel, so the
+# gathers are hidden up to Z = P W / (2 K H C) ranks, for prompts of any length. The example is LLaMA-3 70B on v5e, with
+# a ring for Z.
 
 # %%
 V5E, L70 = chip("v5e"), get("llama3-70b")

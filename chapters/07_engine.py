@@ -54,9 +54,10 @@ def modelled(action: Run | Move) -> float:
 # %% [markdown]
 # ## Policies, drawn
 # Six requests run on four slots, one row each. `P` means that the prompt runs, `d` that the request decodes, `.` that
-# it waits, and `>` that its cache moves. Under static, no request enters before the batch is done. Under interleaved, a
-# prompt stops all other requests. Under chunked, prompts run in chunks beside the decodes. Under disaggregated there
-# are two slices, so prompts stop nothing.
+# it waits, and `>` that its cache moves. Under static, no request enters before the whole batch is done. Under
+# interleaved, requests enter at any time, but a prompt stops all others while it runs. Under chunked, a step has at
+# most 512 tokens, of decodes and of parts of prompts, so nobody stops. Under disaggregated there are two slices, one
+# for prompts and one for decodes; nothing waits for a prompt, and the caches move between them.
 
 # %%
 ARRIVALS = [(0.0, 2000, 40), (0.0, 3000, 12), (0.05, 1000, 25), (0.1, 4000, 30), (0.3, 2000, 20), (0.4, 1000, 10)]
@@ -91,9 +92,10 @@ page.say(layout.beside(pictures, gap=2, columns=80))
 
 # %% [markdown]
 # ## How policies change latency
-# Now requests arrive at random, with prompts and outputs of different lengths. Compare the 95th percentiles. Under
-# static a request waits for the slowest of a batch. Interleaved is jittery, because every prompt stops all others;
-# chunks even that out.
+# Now requests arrive at random, with prompts and outputs of different lengths. Compare the 95th percentiles (p95).
+# Under static, a request waits for the slowest of a batch. Under interleaved, tokens come unsteadily, because every
+# prompt stops all others; chunks even that out. Disaggregated has the steadiest tokens, on twice the chips: so few
+# requests do not fill both slices, and it makes half as many tokens a chip.
 
 # %%
 draw = random.Random(page.args.seed)
@@ -123,11 +125,13 @@ page.check("prompts beside decodes slow tokens down", tpots == sorted(tpots))
 
 # %% [markdown]
 # ## The engine takes the same steps
-# A small model in float64 serves all requests at once. Every step that the engine runs is the simulator's, and each
-# request gets the same tokens as alone. There are deliberately too few pages, so some requests are preempted and come
-# back. Of the three methods of the book's JetStream, prefill and generate are one pass here, over new tokens of prompts
-# and of sequences. Insert costs nothing, because a prompt's keys and values are written into pages that later steps
-# read.
+# Does a request's answer depend on its neighbours? It must not. A small model in float64 serves all requests at once,
+# and each gets the same tokens as alone. Every step that the engine runs is one that the simulator has predicted. There
+# are deliberately too few pages for the cache, so some requests are *preempted*: they lose their pages and start again
+# later.
+#
+# The book's JetStream has three methods. Prefill and generate are one pass here, over new tokens of prompts and of
+# sequences. Insert costs nothing, because a prompt's keys and values are written into pages that later steps read.
 
 # %%
 config = Config("small", 2, 32, 64, 4, 2, 8, 64)
@@ -149,10 +153,14 @@ for policy in POLICIES:
 
 # %% [markdown]
 # ## Prefix caching
-# Chats often begin with the same tokens, and their keys and values need to be computed only once. Here some chats share
-# their first 1,000 tokens, and some are later turns of earlier chats. The cache is a trie of pages of 16 tokens, with
-# reference counts and LRU eviction, and a prompt finds its longest cached prefix of whole pages. The hits are compared
-# with brute force over all earlier sequences.
+# Prefill is expensive, and chats often begin with the same tokens: the system's instructions, or the chat so far. A
+# token's keys and values depend only on the tokens before it, so equal beginnings have equal caches and need to be
+# computed only once. The price is memory for caches that nobody may ask for again, and that a chat must return to the
+# server that has its cache.
+#
+# Here some chats share their first 1,000 tokens, and some are later turns of earlier chats. Pages of 16 tokens form a
+# trie, a tree in which a prompt walks down its own tokens as far as they are cached. If memory is short, the page that
+# has been unused for longest is dropped. The hits are compared with brute force over all earlier sequences.
 
 # %%
 system, chats, turns = tuple(range(1000)), [], []
@@ -191,10 +199,13 @@ page.answers([
 
 # %% [markdown]
 # ## Three prefill servers for each generation server
-# Part 8 has 0.91 s for a prompt of 8192, 19 ms a step, batches of 32, and 512 tokens each. So P, the number of prefill
-# servers, is 32 x 0.91 / (0.019 x 512) = 2.99, and discrete events confirm it. Prompts are always waiting, and r
-# prefill servers are modelled as one that is r times as fast. Below 3 the steps are not full. The simulation uses an
-# eighth of the tokens and an eighth of a prompt's time, which has the same ratio and reaches its steady state sooner.
+# How many servers of each kind does one need? In Part 8 a generation server runs 32 sequences with steps of 19 ms. Each
+# needs 512 steps, so the server ends 32 / (0.019 x 512) = 3.3 sequences a second and needs as many new ones. A prompt
+# of 8192 tokens takes a prefill server 0.91 s, so 3.3 x 0.91 = 2.99 of them keep up.
+#
+# Discrete events confirm it. Prompts are always waiting, and r prefill servers are modelled as one that is r times as
+# fast. Below r = 3 the steps are not full. The simulation uses an eighth of the tokens and an eighth of a prompt's
+# time, which has the same ratio and reaches its steady state sooner.
 
 # %%
 count = 100 if page.small else 600

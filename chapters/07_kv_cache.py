@@ -57,7 +57,8 @@ def counted(f, *args, **options) -> tuple:
 # %% [markdown]
 # ## Naive sampling, and with a cache
 # Both ways take the most likely token at each step. The naive way sends the whole prefix through the model for each
-# token. With a cache, a token goes through the model once, and its keys and values stay.
+# token. With a cache, a token goes through the model once, and its keys and values stay. *Prefill* writes the keys and
+# values of a prompt into the cache, and gives the logits after its last token; *decode* does this for one token more.
 
 
 # %%
@@ -74,7 +75,7 @@ def cached():
     cache = serve.init_cache(config, 1, n)
     for t in range(n):
         step, tokens = (serve.decode, fast[-1:]) if t else (serve.prefill, [fast])
-        *flops, (logits, cache) = counted(step, params, torch.tensor(tokens), cache, config, donate=True)
+        *flops, (logits, cache) = counted(step, params, torch.tensor(tokens), cache, config, donate=True)  # in place
         fast.append(int(logits[0].argmax()))
         yield flops
 
@@ -87,6 +88,7 @@ page.say(f"the same tokens: {'yes' if slow == fast else 'NO'} ({slow[:12]} ...)"
 
 # %% [markdown]
 # The table has the FLOPs of all tokens so far, as counted and by Part 4's formulas. The cache removes one power of n.
+# (FFW, for feed-forward, is the book's name for the MLP.)
 
 
 # %%
@@ -128,8 +130,13 @@ page.answers([
 
 # %% [markdown]
 # ## A cache is data
-# A cache is a pytree, and each leaf has a type. The tables compare the bytes of one row of 128 tokens with the formula,
-# for several numbers of KV heads, dtypes and pages.
+# A cache is a pytree, and each leaf has a type. KV[2, L, P, page, K, H] has the keys and the values of L layers, K
+# heads and H numbers a head, in P pages of a few tokens each. With pages a sequence takes only as much memory as its
+# tokens need, in whatever pages are free; without them, each would need room for the longest.
+#
+# A sequence of S tokens takes 2 b L K H S bytes, with b bytes a number. Fewer KV heads make it smaller: in multi-head
+# attention (MHA) each of the 8 query heads has its own, in grouped-query attention (GQA) four share one here, and in
+# multi-query attention (MQA) all do.
 
 # %%
 S = 128
@@ -140,7 +147,7 @@ for name, K, dtype, size in (("MHA", 8, torch.float32, 4), ("GQA", 2, torch.floa
     cache = serve.init_cache(heads, 1, S, dtype=dtype, page=16)
     held = {leaf: cache[leaf].nbytes for leaf in ("KV", "scale") if leaf in cache}
     rows.append((name, cache_specs(heads, page=16)["KV"], held["KV"], held.get("scale", "-")))
-    sizes.append((name, "2 S L K H bytes", serving.load(heads, kv=size).kv(S), held["KV"]))
+    sizes.append((name, "2 b L K H S", serving.load(heads, kv=size).kv(S), held["KV"]))
 page.title("A row of 128 tokens, in pages of 16")
 page.table(rows, ["", "type, 16 tokens a page", "KV, bytes", "scales"])
 page.say()
@@ -148,9 +155,11 @@ page.same(sizes, ["cache", "formula", "value", "held"])
 
 # %% [markdown]
 # ## Which caches give the same result?
-# A cache may be filled in many ways, and the logits must not depend on it. Four prompts of different lengths are run in
-# one batch, in chunks, with pages in random order, and after wrong tokens have been taken back. Each row is compared
-# with its prompt alone, by the logits of its last prompt token and of the tokens after it, in float64.
+# A cache may be filled in many ways, and the logits must not depend on it. A server batches prompts of different
+# lengths, cuts long prompts into chunks so that other requests need not wait, puts pages wherever there is room, and
+# takes tokens back that a draft model guessed wrongly (07_speculative.py). Here four prompts are run in these ways.
+# Each row is compared with its prompt alone, by the logits of its last prompt token and of the tokens after it, in
+# float64.
 
 # %%
 g = torch.Generator().manual_seed(page.args.seed)
@@ -216,8 +225,9 @@ page.equal([
 
 # %% [markdown]
 # ## int8, with its scales
-# Caches can be stored in int8 with a scale for each token and head, max |x| / 127. Each number is then off by at most
-# half a scale. A cache without its scales is refused, because they would silently count as 1.
+# int8 halves the bytes of a bf16 cache, and what one gives up is precision. Each token and head has a scale, max |x| /
+# 127, so each number is off by at most half a scale. A cache without its scales is refused, because they would silently
+# count as 1.
 
 # %%
 _, exact = prompts(fresh)

@@ -2,9 +2,11 @@
 """Part 7, beyond the book: decoding with a cache of latents, as DeepSeek-V2 and V3 do.
 https://jax-ml.github.io/scaling-book/inference
 
-Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one latent per token for all heads. A
-step need not compute keys and values from it. In the absorbed form, a head multiplies its query by W_UK, and the result
-of attention by W_UV. All heads then attend to the latents themselves, like the query heads of one KV head.
+Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one latent of C numbers a token for all
+heads, from which W_UK makes each head's keys and W_UV its values. That makes the cache small, but computing the keys
+and values of all tokens in every step would cost far more than attention itself. It is not necessary. In the *absorbed*
+form a head multiplies its query by W_UK instead, and the result of attention by W_UV. All heads then attend to the
+latents themselves, like query heads that share one KV head.
 """
 
 # %%
@@ -33,10 +35,11 @@ LIMIT = 1e-11
 
 # %% [markdown]
 # ## The same scores in two ways
-# A head computes the keys of all cached tokens, K_N = C_KV W_UK, and then the scores Q_N K_N. The sum over P may as
-# well be taken first: Q_C = Q_N W_UK is a query for latents. The weighted sum is then a sum of latents, which W_UV
-# turns into values afterwards. (The rotary dims are left out here. All heads share one rotary key per token, and
-# nothing is absorbed there.)
+# In the plain form a head computes the keys of all cached tokens, K_N = C_KV W_UK, and then the scores Q_N K_N, a sum
+# over the P numbers of a key. A product of three can be taken in either order: Q_C = Q_N W_UK is a query of C numbers,
+# which meets the latents C_KV directly. The weighted sum over tokens is then a sum of latents, and W_UV turns it into a
+# head's H numbers afterwards. (The rotary dims are left out here. All heads share one rotary key per token, and nothing
+# is absorbed there.)
 
 
 # %%
@@ -127,10 +130,14 @@ page.check("each form's logits are those of the model without a cache", all(row[
 
 # %% [markdown]
 # ## Which form is cheaper, and what binds it?
-# For each cached token and head, a query costs 2 (2 C + rope) FLOPs in the absorbed form and 2 (A + H) in the plain
-# form. The plain form computes keys and values first, 2 C W FLOPs, which all queries of a row share. So single tokens
-# are absorbed, and prompts are not. The last rows show a consequence: 128 heads that read one latent do so many FLOPs
-# per byte that attention, memory-bound everywhere else in Part 7, comes near a chip's critical intensity.
+# A rotary key has `rope` numbers, so a whole key has A = P + rope, what is computed from a latent W = P + H, and a
+# cached token M = C + rope. For each cached token and head, a query costs 2 (M + C) = 2 (2 C + rope) FLOPs in the
+# absorbed form and 2 (A + H) in the plain form. But the plain form computes keys and values first, 2 C W FLOPs, which
+# all queries of a row share. So single tokens are absorbed, and prompts of 171 tokens or more are not.
+#
+# The rows after these show a consequence: 128 heads that read one latent do so many FLOPs per byte that attention,
+# memory-bound everywhere else in Part 7, comes near a chip's critical intensity (its *ridge*). The last rows are the
+# price on a mesh: a rank along Y has a copy of every latent, and queries for latents are three times as wide to send.
 
 # %%
 C, N, rope, P, H = V3.latent.kv_rank, V3.N, V3.latent.rope, V3.latent.nope, V3.latent.value

@@ -46,13 +46,17 @@ V5E, L70 = chip("v5e"), get("llama3-70b")
 
 # %% [markdown]
 # ## The algorithms, from their types
-# One line describes a block: its input and output, and how they are sharded; `*_D` is a product over D. The collectives
-# follow from the line and are derived below, with V, the bytes that each gathers, reduces or exchanges.
+# One line describes a block: its input and output, and how they are sharded; `*_D` is a product over D. The letters are
+# Part 4's, with S tokens in the cache. The collectives follow from the line and are derived below, with V, the bytes
+# that each gathers, reduces or exchanges. In these lines K and V have all N heads, as if each query head had its own.
 #
-# In `heads` a chip has whole heads and needs one AllReduce, but it cannot have less than one KV head. `heads_batch` is
-# the book's box, whose twelve lines run in 07_decode_listing.py: two AllToAlls move the queries from heads to rows of
-# the batch, where the cache is, and back. In `sequence` the softmax is over S_Z, so its maxima and sums are sent as
-# well (they are counted below). `2d` is the MLP of Question 7, with weights split over both of its dims.
+# - `heads` gives a chip whole heads, and needs one AllReduce. With more chips than KV heads, some hold the same head,
+#   and the cache is stored more than once.
+# - `heads_batch` is the book's box, whose twelve lines run in 07_decode_listing.py: two AllToAlls move the queries from
+#   heads to rows of the batch, where the cache is, and the results back. The batch must divide over Z.
+# - `sequence` splits the tokens of each cache, which suits few and long sequences. The softmax is over S_Z, so its
+#   maxima and sums are sent as well (they are counted below).
+# - `2d` is the MLP of Question 7, with weights split over both of its dims. It pays on many chips.
 
 # %%
 SIZES = L70.sizes | {"B": 32, "S": 8192}
@@ -124,10 +128,11 @@ page.same(rows, ["form", "collective", "closed form", "traced"])
 
 # %% [markdown]
 # ## Prefill on some ranks, decode on others
-# Prefill and decode want different meshes, so a disaggregated server has both. Half of the ranks prefill by heads,
-# KV[2, B, S, K_Y, H]. The cache then moves to the other half, where it is KV[2, B, S_Z, K, H], by a planned reshard
-# between two sets of ranks. The other half decodes the next token. Only positions that have tokens are sent, so S in
-# the formula is the longest row.
+# A prompt is bound by FLOPs and a decode step by HBM, so they want different meshes, and on the same ranks a prompt
+# makes all other requests wait. A *disaggregated* server has a mesh for each, and pays by moving every cache once. Here
+# half of the ranks prefill by heads, KV[2, B, S, K_Y, H]. The cache then moves to the other half, where it is KV[2, B,
+# S_Z, K, H], by a planned reshard between two sets of ranks. The other half decodes the next token. Only positions that
+# have tokens are sent, so S in the formula is the length of the longest row.
 
 
 # %%
@@ -165,8 +170,9 @@ if Y * Z % 2 == 0:
 # %% [markdown]
 # ## The memory of a cache on a chip
 # The example is LLaMA-3 70B, with 32 sequences of 8k in int8 on a v5e 4x4. It has 8 KV heads, so Y = 16 stores each
-# head twice. Splitting the batch or the sequence over Z costs two collectives per layer, and halves the bytes to read.
-# The columns have the milliseconds of a step's parts, without wraparound, and which of them binds it.
+# head twice. Splitting the batch or the sequence over Z costs two collectives per layer, and halves the bytes of cache
+# that a chip reads. The columns have the milliseconds of a step's parts (`ICI` is its collectives, on links without
+# wraparound), and which of them binds it.
 
 # %%
 rows = []
@@ -182,8 +188,8 @@ page.check("heads over 16 store the cache twice", twice["heads"] == 2 * twice["h
 
 # %% [markdown]
 # ## Question 4: the toy model on a 4x4, all in int8
-# For prefill the answer is model parallelism up to the ICI bound, then the sequence. For decode it is all 16 ways, 8
-# heads x 2 of the batch.
+# For prefill, one takes model parallelism up to the ICI bound and then splits the sequence. For decode, one splits the
+# weights over all 16 chips, and the cache over its 8 heads and 2 parts of the batch.
 
 # %%
 toy = get("part7-toy")
@@ -212,8 +218,11 @@ page.answers([
 
 # %% [markdown]
 # ## When ICI binds a step
-# An MLP gathers 2BD bytes and reads its matrix, 2DF/Y bytes. So HBM binds it up to Y = F/(B beta), with beta =
-# W_hbm/W_ici. With more tokens that is fewer chips, and int8 weights halve it again.
+# How far does model parallelism go? In training it ends where its collectives take longer than the FLOPs. In generation
+# FLOPs do not matter, so it ends only where they take longer than reading the weights. A matmul of an MLP gathers 2BD
+# bytes over ICI in 2BD / W_ici seconds, and each of Y chips reads its share of the matrix in 2DF / (Y W_hbm). The two
+# are equal at Y = F/(B beta), with beta = W_hbm/W_ici. More tokens lower this number of chips, and int8 weights halve
+# it.
 
 # %%
 W, ici_bw = V5E.hbm_bw, V5E.bandwidth("ici")
@@ -246,7 +255,9 @@ page.answers([
 # prompts between its steps. These overheads weigh more if each chip reads less, so the share of the bound falls as TP
 # grows.
 #
-# In the last two columns, the measured share halves from 1 to 8 GPUs, and the terms of the forecast say why.
+# The last two columns are the bound over the forecast and over what was measured. The measured share falls from 71% on
+# one GPU to 28% on eight, and the terms of the forecast say why: the kernels take as long as before, and collectives
+# are added.
 
 # %%
 H200 = chip("h200")
@@ -268,9 +279,11 @@ page.check("the share falls as measured, to a tenth", all(
 
 # %% [markdown]
 # ## Question 7: when does 2D pay?
-# An MLP's collectives use three axes of links. Over all chips they take 4BD/3W, for any number of chips. In 2D they
-# take 2BD/(XW) + 4BF/(YZ W), which is least at X = sqrt(ND/2F). A gate is a second Tmp to reduce and doubles the second
-# term, so 2D then pays from twice as many chips.
+# If the weights are split over F alone (1D), every chip gathers and scatters activations of D numbers a token. On three
+# axes of links of W bytes/s this takes 4BD/3W, however many chips there are. If they are split over D by X and over F
+# by YZ (2D), each chip moves only a part of D and a part of F, which takes 2BD/(XW) + 4BF/(YZ W) and falls as N = XYZ
+# grows. It is least at X = sqrt(ND/2F). An MLP with a gate has a second hidden array to reduce, which doubles the
+# second term, so 2D then pays from twice as many chips.
 
 # %%
 D, F, N = 8192, 32768, [2**i for i in range(4, 13)]

@@ -86,9 +86,10 @@ page.check("a perfect draft: k + 1 tokens a pass", rows[1][1] == 1 + -(-(new - 1
 # How can sampled tokens be checked? A token x, drawn from q, is accepted with probability min(1, p(x)/q(x)). If it is
 # rejected, a token is drawn from max(p - q, 0), rescaled. Accepted tokens have the probabilities min(p, q), and the
 # redrawn ones make up the rest of p. The book calls the rule inspired by Metropolis and Hastings, but it needs no
-# chain. The table has the rule's exact distribution, summed over all pieces of the uniform numbers, and that of two
-# known wrong rules. `generate` is stricter: it accepts only the token that it would have drawn itself with its seed, so
-# no draft changes its tokens.
+# Markov chain. The table has the rule's exact distribution, and that of two known wrong rules; `off by` is half the sum
+# of the differences from p. For the exact distribution, `outcome` splits the uniform random numbers into the pieces in
+# which the rule gives the same token, and adds up their lengths. `scaling.generate` is stricter: it accepts only the
+# token that it would have drawn itself with its seed, so no draft changes its tokens.
 
 
 # %%
@@ -141,8 +142,9 @@ page.check(
 
 # %% [markdown]
 # ## Tokens per step
-# If each proposal is accepted with probability a, independently, a step gives (1 - a^(k+1)) / (1 - a) tokens. This is
-# compared with 20,000 steps of the rule, for distributions whose overlap is a.
+# If each of k proposals is accepted with probability a, independently, a step gives 1 + a + ... + a^k = (1 - a^(k+1)) /
+# (1 - a) tokens: the first is sure, and each further one needs all guesses before it to be right. This is compared with
+# 20,000 steps of the rule, for distributions whose overlap, the sum of min(p, q), is a.
 
 # %%
 n, rows = 20_000, []
@@ -159,10 +161,10 @@ page.table(rows, ["a", "by formula", "counted", "within 2%"])
 # %% [markdown]
 # ## When it pays
 # A pass over k + 1 tokens reads weights and caches once, like a pass over one token. While HBM binds a step, checking
-# is free, and only the draft costs time. The table has the best k and its gain for LLaMA-3 70B with 8B as its draft,
-# int8, on a v5e 4x4, a = 0.7, by batch and context. Where caches bind, there is a gain at any batch: this is the book's
-# throughput win for long contexts. It is smaller than for one request, because the draft here also reads its caches,
-# two fifths of the target's.
+# is free, and only the draft costs time. From a batch of 120 on FLOPs bind, and guessing stops to pay. The table has
+# the best k and its gain for LLaMA-3 70B with 8B as its draft, int8, on a v5e 4x4, a = 0.7, by batch and context. Where
+# caches bind, there is a gain at larger batches, too: this is the book's throughput win for long contexts. It is
+# smaller than for one request, because the draft here also reads its caches, two fifths of the target's.
 
 # %%
 V5E, target, small = (

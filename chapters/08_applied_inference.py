@@ -3,9 +3,9 @@
 https://jax-ml.github.io/scaling-book/applied-inference
 
 This chapter has every table, question and problem, and the Pareto figure. The book counts 70e9 params and 160e3 bytes
-of KV cache per token. The model has 70.55e9 and 163,840, and a step does not read its embedding. KV caches and weights
-have the dtype that a row names; of a v5e's slice only an axis of 16 is a ring. The planner does the same:
-python -m scaling.plan serve --help.
+of KV cache per token. The model has 70.55e9 and 163,840, and a step looks up rows of its embedding instead of reading
+all of it, which explains most small differences. KV caches and weights have the dtype that a row names; of a v5e's
+slice only an axis of 16 chips is a ring. The planner does the same: python -m scaling.plan serve --help.
 """
 
 # %%
@@ -33,8 +33,13 @@ def ms(load: serving.Load, batch: int, context: int, chips: int) -> float:
 
 # %% [markdown]
 # ## What's the LLaMA serving story?
-# A server is judged by its cost, so the first question is which chip to buy: a v5e gives the most FLOPs per dollar.
-# Then follow the bytes of int8 weights and caches, and the smallest slice that holds them.
+# A server is judged by what a token costs, so the first question is which chip to buy: a v5e gives the most FLOPs per
+# dollar. It has only 16 GB, so the next question is how many are needed for the weights and for enough caches.
+#
+# A cache takes 2LKH bytes a token in int8, 2 for keys and values: L = 80 layers, K = 8 heads, H = 128. At a batch of
+# 240, which bf16 products need (Part 7), and 32k tokens, the caches alone take 1.3 TB, far more than the weights. With
+# 32 caches of 8k tokens all fits on eight chips. A step then reads what they store, so its time is the bytes over all
+# bandwidths, and on twice the chips half of that.
 
 # %%
 chips = [chip("h100"), chip("v5p"), V5E]
@@ -75,8 +80,12 @@ page.answers([
 # ## Thinking about throughput
 # Throughput grows with the batch, and the batch with the memory that the weights leave. For each dtype, the table takes
 # the smallest slice that holds the weights, and fills the rest with caches of 8k tokens: their number is the batch. It
-# is the same for all dtypes, because half the bytes an element halve the weights, the caches and the slice. On twice
-# the chips, a step with int4 weights waits for its FLOPs and not for its memory.
+# is the same for all dtypes, because half the bytes an element halve the weights, the caches and the slice. The slice
+# reads its whole HBM in each step, which takes 16e9 / 8.2e11 s = 19.5 ms, and a query takes 512 steps. QPS is queries
+# per second.
+#
+# The smallest slice is not the cheapest. On twice the chips the weights leave room for three times as many caches, so
+# each chip serves more queries (the last column). With int4 weights, a step there waits for its FLOPs, not its memory.
 
 
 # %%
@@ -104,8 +113,8 @@ page.table(
 )  # fmt: skip
 
 # %% [markdown]
-# Below is the book's table of these queries per second, with the terms that it rounded, and then the numbers of its
-# text.
+# These are the numbers of the book's table. The rows below are those that differ from it in a digit, because the book
+# rounded terms first, or erred. Then follow the numbers of its text.
 
 # %%
 tables = []
@@ -131,7 +140,7 @@ for name, params, kv, chips, actual, left, count, rate, more in (
         Answer(f"{name}: queries/s a chip on twice the chips", more, qps(twice[name], 2 * slice_, steps[name]), "/s",
                **late if name == "int4" else {"rounded": (140 / (0.019 * 512 * 2 * slice_), "140 caches, 19 ms")}),
     ]  # fmt: skip
-page.answers(tables)
+page.answers(tables, agreeing=False)
 
 # %% Where FLOPs bind, and what a step takes
 kinds = (("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"))  # of weights, of FLOPs
@@ -155,9 +164,13 @@ page.answers([
 # %% [markdown]
 # ## How to shard it
 # How many chips can model parallelism use? More chips shorten the products and the reading of weights, but not the
-# activations that each chip receives. The example is one matmul in bf16 on 4x8, with its time in ICI, HBM and FLOPs.
-# Where the batch is large enough to be compute-bound, ICI takes longer than the FLOPs beyond 26 ways. A batch of 64
-# waits for HBM instead, and for HBM longer than for ICI up to about twice as many ways.
+# activations that each chip receives. The example is one matmul in bf16 on 4x8, of B tokens on Y chips:
+#
+#     T_ici = 2BD / W_ici        T_hbm = 2DF / (Y W_hbm)        T_math = 2BDF / (Y C)
+#
+# If the batch is large enough to be compute-bound, ICI takes longer than the FLOPs beyond 26 ways, so a 4x8 is too
+# large. A batch of 64 waits for HBM instead, and ICI is the shorter up to 49 ways (56 in the book, which rounds). So
+# one can take more chips than 26 to shorten a step of a small batch, and pays with fewer tokens per chip.
 
 # %%
 B, Y, beta = 64, 32, W / V5E.bandwidth("ici")
@@ -180,8 +193,10 @@ page.answers([
 
 # %% [markdown]
 # ## What about prefill?
-# A prompt is compute-bound, so its time is its FLOPs over the chips' FLOPs/s. In each decode step of 32 sequences some
-# end and leave the batch, and prefill servers must supply as many new ones, or the decode servers run half empty.
+# A prompt is compute-bound, so its time is its FLOPs over the chips' FLOPs/s, here at 40% of the peak. In each decode
+# step of B = 32 sequences some end and leave the batch. With answers of G tokens that is B/G of them a step, which take
+# P + G tokens of cache with them, where P is the prompt. Prefill servers must supply as many new ones, or the decode
+# servers run half empty.
 
 # %%
 attended = tm.prefill_flops(L70, 8192)
@@ -201,9 +216,10 @@ page.answers([
 
 # %% [markdown]
 # ## Visualizing the latency throughput tradeoff
-# The book's figure shows latency against throughput, for int8 weights and caches, bf16 FLOPs, a 4x4, and no
-# collectives. On the left, where the weights bind, more throughput costs almost no latency. Further right, caches bind,
-# or FLOPs at short contexts, and each gain costs latency. A curve ends where the HBM is full.
+# How long should a user wait so that tokens are cheap? The book's figure shows latency against throughput, for int8
+# weights and caches, bf16 FLOPs, a 4x4, and no collectives. Each point is a batch. On the left, where the weights bind,
+# more throughput costs almost no latency. Further right, caches bind, or FLOPs at short contexts, and each gain costs
+# latency. A curve ends where the HBM is full; at long contexts that is before the FLOPs are used.
 
 
 # %%
@@ -224,7 +240,8 @@ page.chart(
 
 # %% [markdown]
 # The table divides a step into its parts, at two contexts. The weights take the same time at any batch, and the others
-# grow with it.
+# grow with it. From 2k tokens of context on, reading the caches takes longer than the FLOPs at every batch. So a larger
+# batch uses the FLOPs better, but what would help more is a smaller cache.
 
 # %%
 breakdown = []
@@ -257,8 +274,8 @@ page.answers([
 # %% [markdown]
 # ## Problems
 # The book gives no answers. Question 3 is answered by the planner, with caches in int8, 8k of context, and the memory
-# filled. In the last column, 8x8 does 149 tokens/s per chip without collectives. With them it does less than half of
-# that, since its axes are not rings.
+# filled. The last column says what the same chips would do if nothing had to be sent. On 64 chips (8x8) that is 149
+# tokens/s a chip. With collectives it is less than half, since the axes of an 8x8 are no rings.
 
 # %%
 L405, L8 = get("llama3-405b"), get("llama3-8b")

@@ -156,12 +156,19 @@ class Page:
             words.append((what, formula, layout.exact(value), layout.exact(counted), self.check(what, held)))
         self.table(words, [*headers, "the same"])
 
-    def answers(self, answers: Sequence[Answer]) -> None:
-        """Print the book's answers and ours; an answer that differs fails the chapter."""
+    def answers(self, answers: Sequence[Answer], agreeing: bool = True) -> None:
+        """Print the book's answers and ours; an answer that differs fails the chapter.
+
+        With `agreeing=False` those that agree are only counted, where the chapter shows their numbers in a table.
+        """
         self.given += answers
-        why = [answer.why for answer in answers]
-        html = partial(layout.html_table, [answer.row for answer in answers], ANSWERED, why)
-        self.show("\n" + answer_table(answers), html)
+        shown = [answer for answer in answers if agreeing or answer.verdict != "agrees"]
+        why = [answer.why for answer in shown]
+        if shown:
+            html = partial(layout.html_table, [answer.row for answer in shown], ANSWERED, why)
+            self.show("\n" + answer_table(shown), html)
+        if not agreeing:
+            self.say(f"{len(answers) - len(shown)} of {len(answers)} numbers agree with the book's.")
 
     def on_ranks(self, fn: Callable, *args, checked: bool = True) -> Any:
         """Run `fn(mesh, *args)` on every rank of `--mesh`, started here or by torchrun, and return rank 0's result.

@@ -92,11 +92,15 @@ def test_only_rank_0_prints(monkeypatch, capsys, argv):
 def test_the_end_says_what_held(monkeypatch, capsys):
     good = page(monkeypatch)
     good.answers([Answer("a", "1.0", 1.0), Answer("b", "", 2.0, note="n")])
+    good.answers([Answer("in a table", "1.0", 1.0), Answer("c", "", 3.0, note="n")], agreeing=False)
     assert good.check("equal", True) == "yes"
     good.equal([("Out", 1e-15, 1e-12)])
     good.same([("bytes", "2BD", 12, 12.0)], ["what", "formula", "value", "counted"])
     good.end()
-    assert "What held: 1 agrees, 1 ours, 3 checks: all hold" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "What held: 2 agrees, 2 ours, 3 checks: all hold" in printed
+    assert "1 of 2 numbers agree with the book's." in printed
+    assert ("in a table" in printed, "\nc " in printed) == (False, True)
 
     bad = page(monkeypatch)
     bad.answers([Answer("a", "1.0", 2.0)])
