@@ -237,12 +237,12 @@ class Attention(torch.autograd.Function):
 
 
 class Once(torch.autograd.Function):
-    """`backward(*operands, keys)`, opaque to autograd and without a derivative."""
+    """`backward(*operands, keys=keys)`, opaque to autograd and without a derivative."""
 
     @staticmethod
     def forward(keys, *operands):
         """Return the gradients of Q, K and V."""
-        return backward(*operands, keys)
+        return backward(*operands, keys=keys)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
