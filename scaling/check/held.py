@@ -150,6 +150,11 @@ def meeting_dim(a: Dim, b: Dim) -> "Dim | None":
     return (a if len(a) > len(b) else b) if axes_along(a) == axes_along(b) else None
 
 
+def written_dim(was: Dim, now: Dim) -> Dim:
+    """Return a dim that is written to. It keeps the pieces that it was merged of if it is split over the same axes."""
+    return was if len(was) > 1 and {*(axes_along(was) or ())} == {*(axes_along(now) or ())} else now
+
+
 def strides_in_order(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous array."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -14,7 +14,7 @@ from scaling.algebra.law import Illegal
 from scaling.algebra.ops import op_kind
 from scaling.check.compared import at_hand
 from scaling.check.findings import RULES, Judgement, said
-from scaling.check.held import DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along
+from scaling.check.held import DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along, written_dim
 from scaling.check.inferred import called, inferred, tensors_in
 from scaling.check.places import place_of_call
 from scaling.check.results import UNSET, ArrayMeta, view_error
@@ -234,7 +234,8 @@ class Judge(TypedLines, TorchDispatchMode):
             self.wrong(Illegal(f"{held} is added to {old}", RULES[rule], name=rule), (), held.place)
             return
         if known is None or x.numel() * x.element_size() >= x.untyped_storage().nbytes():
-            self.give(x, held)
+            was = known.held.dims if known is not None and known.held.shape == held.shape else held.dims
+            self.give(x, held._replace(dims=tuple(map(written_dim, was, held.dims))))
             return
         dims = {s: dim for n, s, dim in zip(x.shape, x.stride(), held.dims, strict=False) if n > 1 and s}
         whole, pieces = known.keep, []

@@ -23,7 +23,7 @@ from scaling.strategies import transformer as strategy
 TRANSFORMERS = {
     "XY": "plain tied experts latent normed parallel sinks linear",
     "PX": "plain tied experts",
-    "CY": "plain capped",
+    "CY": "plain capped linear",
     "ZX": "tied",
     "EX": "experts sinks",
 }
@@ -39,7 +39,11 @@ def programs() -> Iterator[tuple[str, Mapping[str, int], Callable[[Any], Any]]]:
             yield f"{name}, keep={keep}", sizes, lambda mesh, name=name, keep=keep: run_layers(name, keep, mesh)
     for axes, kinds in TRANSFORMERS.items():
         for kind in kinds.split():
-            yield f"transformer, {kind}", dict.fromkeys(axes, 2), lambda mesh, kind=kind: _transformer(kind, mesh)
+            yield (
+                f"transformer, {kind}, {axes}",
+                dict.fromkeys(axes, 2),
+                lambda mesh, kind=kind: _transformer(kind, mesh),
+            )
     for axes, form in SERVING:
         yield f"serving, {form}", dict.fromkeys(axes, 2), lambda mesh, form=form: _serving(form, mesh)
     yield "a cache from mesh to mesh", {"Y": 2}, _handover
@@ -72,9 +76,6 @@ def _transformer(kind: str, mesh: Any) -> None:
     options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
     options |= {"segments": segments} if mesh.sizes.get("C") else {}
     options |= {"context": "ring"} if config.linear else {}
-    if {*mesh.sizes} & {*"CZE"}:  # their gradients' lines omit axes that the engine handles around them
-        strategy.loss(params, tokens, targets, config, mesh, **options)
-        return
     _, grads = strategy.loss_and_grads(params, tokens, targets, config, mesh, **options)
     for where, dW, spec in tree.paired(grads, types, "grads"):
         watch.told(dW, spec, f"{where} of loss_and_grads is {spec}", place_of_function(strategy.loss_and_grads))

@@ -158,6 +158,11 @@ class TypedLines(KnownArrays):
         self.declare(result, spec, place, "sum")
         return result
 
+    def own_part(self, x: Any, axis: str) -> None:
+        """Note that x is each rank's own part along an axis: its program passes on what other parts need of it."""
+        if isinstance(x, Tensor):
+            self.give(x, at_hand(self.held(x), axis, True)._replace(unreduced=self.held(x).unreduced))
+
     def message(self, kind: str, spec: Spec, x: Any, axis: str) -> None:
         """Judge a message along an axis."""
         self.apart.add(axis)
@@ -222,7 +227,7 @@ class TypedLines(KnownArrays):
             result = run_op(x, op)
         self.declare(result, line.result, place, "root" if op.kind in ("Gather", "Reduce") else held.parts)
         if ring:
-            self.give(result, at_hand(self.held(result), op.axes)._replace(made="ring"))
+            self.give(result, at_hand(self.held(result), op.axes, True)._replace(made="ring"))
         if op.kind in ("Gather", "Reduce") and op.at_root:  # for the root it is whole, for a sum it is one term
             self.give(result, self.held(result)._replace(unreduced=None))
         return result

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.collectives import einsum, ppermute
+from scaling.collectives.linear import who_watches
 from scaling.configs import Config
 from scaling.models.delta_rule import delta_rule
 from scaling.models.layer import Context, Values
@@ -57,6 +58,7 @@ def attend_linear(W: dict, values: Values, at: Context) -> Values:
         g, beta = g * values["real"], beta * values["real"]
     rule = Q, K, V, g, beta
     starts = None if at.places is None else at.places == 0
+    own_tokens(*rule, starts)
     if "S" not in values:
         values = values | state_before(rule, starts, at.mesh)
     Heads, S, kept = delta_rule(Q, K, V, g, beta, values["S"], starts)
@@ -113,6 +115,13 @@ def tail_before(tail: Tensor, width: int, mesh: Any) -> Tensor:
     return ppermute(line, tail.contiguous(), mesh, "C", [(c, c + 1) for c in range(C - 1)])
 
 
+def own_tokens(*arrays: Tensor | None) -> None:
+    """Tell the judge that the rule runs along each rank's own tokens of these arrays: ranks hand on its state."""
+    if (watch := who_watches()) is not None:
+        for x in arrays:
+            watch.own_part(x, "C")
+
+
 def state_before(rule: tuple[Tensor, ...], starts: Tensor | None, mesh: Any) -> Values:
     """Return the state before this rank's tokens as "S"; with ranks along C, "P" maps it to the last state."""
     Q, K, V, g, beta = rule
@@ -124,7 +133,7 @@ def state_before(rule: tuple[Tensor, ...], starts: Tensor | None, mesh: Any) -> 
     _, last, _ = delta_rule(Q, K, F.pad(V, (0, h)), g, beta, first, starts)  # P: from the identity, V = 0
     R, P = (x.unsqueeze(1) for x in last.split([v, h], -1))
     S = S.unsqueeze(1)
-    line = str(present("S[B_PXZE, I_C, n_Y, h, v]", mesh))
+    line = str(present("S[B_PXZE, I_C, n_Y, j, v]", mesh))
     for _ in range(C - 1):
         S = R + einsum("P[B_PXZE, I_C, n_Y, h, j] * S[B_PXZE, I_C, n_Y, j, v] -> S[B_PXZE, I_C, n_Y, h, v]", P, S)
         S = ppermute(line, S, mesh, "C", [(c, c + 1) for c in range(C - 1)])

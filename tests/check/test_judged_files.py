@@ -95,7 +95,8 @@ def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
     assert {*found} == {rule} or rule not in ("result", "derivative")
 
 
-NORMED, BIASED, TWO_D = "transformer, normed", "transformer, plain", "serving, 2d"
+NORMED, BIASED, TWO_D = "transformer, normed, XY", "transformer, plain, XY", "serving, 2d"
+STATE, LINEAR = "transformer, linear, CY", "strategies/transformer/linear"
 LISTING, EXPERT = "strategies/transformer/layer", "strategies/expert/layer"
 HEADS, FORM = "models/layer", "serve/forms/weights_2d"
 PLANTED = {  # in lines that only some families have: a program that runs them, the file, what stands there, and instead
@@ -104,7 +105,7 @@ PLANTED = {  # in lines that only some families have: a program that runs them, 
         NORMED, LISTING, r'T_CY, D\]", Attn, at', 'T_CY, D]", normed(W, "norm_attn_out", Attn, at.config)[0], at',
     ),
     "a bias of the MLP on partial sums": (
-        "transformer, parallel", LISTING, r'T_CY, D\]", Out, at', 'T_CY, D]", biased(Out, W, "b_out"), at',
+        "transformer, parallel, XY", LISTING, r'T_CY, D\]", Out, at', 'T_CY, D]", biased(Out, W, "b_out"), at',
     ),
     "heads normed by a rank's own": (NORMED, HEADS, r"square = all_reduce\(line, (.*), at.mesh.*\)", r"square = \1"),
     "a sum of squares": (NORMED, HEADS, r'(mean_square\(wide\), at.mesh), op="mean"', r"\1"),
@@ -113,7 +114,10 @@ PLANTED = {  # in lines that only some families have: a program that runs them, 
     "squares of a part of D": (
         TWO_D, FORM, r"square = all_reduce\(.*, (mean_square\(x\)), at.mesh.*\)", r"square = \1",
     ),
-    "a bias of an expert on each rank": ("transformer, sinks", EXPERT, r"parts=copies", "parts=1"),
+    "a bias of an expert on each rank": ("transformer, sinks, XY", EXPERT, r"parts=copies", "parts=1"),
+    "a state that is not handed on": (STATE, "models/linear", r"S = ppermute\(line, S, .*\)\n", "pass\n"),
+    "a tail that is not handed on": (STATE, "models/linear", r"ppermute\(line, (tail.*), mesh, .*\)", r"\1"),
+    "a gradient over C": (STATE, LINEAR, r"dW_BA\[D, k_Y, u\] {U_PXEC}", "dW_BA[D, k_Y, u] {U_PXE}"),
     "sinks counted by each rank": ("serving, sequence", "serve/forms/sequence", r' / at.mesh.sizes.get\("Z", 1\)', ""),
 }  # fmt: skip
 

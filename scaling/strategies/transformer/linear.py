@@ -13,7 +13,7 @@ from torch import Tensor
 from scaling.collectives import all_gather, einsum, ppermute, reduce_scatter, wait
 from scaling.models.delta_rule import delta_rule_backward
 from scaling.models.layer import normed_backward
-from scaling.models.linear import attend_linear
+from scaling.models.linear import attend_linear, own_tokens
 from scaling.spec import present
 
 
@@ -25,8 +25,10 @@ def linear_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     dO = einsum("dAttn[B_PXE, T_C, D] * W_O[n_Y, v, D] -> dO[B_PXE, T_C, n_Y, v]", dAttn, W["W_O"])
     dHeads, dZ, dgain = s["pull_norm"](dO)  # dgain[v] {U_PXECY}
     dHeads = dHeads.to(s["S"].dtype)
+    own_tokens(dHeads, starts)
     dS = state_cotangent(dHeads, s, starts, mesh)
     *drule, _ = delta_rule_backward(dHeads, dS, s["kept"], *s["rule"], starts=starts)
+    own_tokens(*drule)
     dQKV, dBA, *dmix = s["pull_mix"](tuple(drule))  # {U_PXEC}
     dQKVZ = torch.cat([tail_added(dQKV, at), dZ.unflatten(2, (dQKV.shape[2], -1)).flatten(3)], -1)
     dy = einsum("dQKVZ[B_PXE, T_C, k_Y, m] * W_QKVZ[D, k_Y, m] -> dy[B_PXE, T_C, D] {U_Y}", dQKVZ, W["W_QKVZ"])
@@ -51,7 +53,7 @@ def state_cotangent(dHeads: Tensor, s: dict, starts: Tensor | None, mesh: Any) -
         return dS
     r = delta_rule_backward(dHeads, dS, s["kept"], *s["rule"], starts=starts)[-1].unsqueeze(1)
     dS = dS.unsqueeze(1)
-    moved = str(present("dS[B_PXE, I_C, n_Y, h, v]", mesh))
+    moved = str(present("dS[B_PXE, I_C, n_Y, j, v]", mesh))
     for _ in range(C - 1):
         line = "P[B_PXE, I_C, n_Y, j, h] * dS[B_PXE, I_C, n_Y, j, v] -> dS[B_PXE, I_C, n_Y, h, v]"
         dS = ppermute(moved, r + einsum(line, s["P"], dS), mesh, "C", [(c + 1, c) for c in range(C - 1)])
