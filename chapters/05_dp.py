@@ -19,9 +19,14 @@ bucket.
 #
 # The price is memory. Every chip has all params and all of Adam's state, 10 bytes a param with bfloat16 params and two
 # float32 moments, so the 96 GB of a TPU v5p hold fewer than 10 billion params, without one activation. And the batch
-# has to grow with the chips: if each has few tokens, adding up the gradients takes longer than computing them. Where
-# the model fits on a chip and the batch is large, nothing is simpler or faster. Where it does not fit, 05_fsdp.py goes
-# on.
+# has to grow with the chips: if each has few tokens, adding up the gradients takes longer than computing them. It
+# cannot grow forever, because beyond some size further tokens hardly improve a step's gradient. Where the model fits on
+# a chip and the batch is large, nothing is simpler or faster. Where it does not fit, 05_fsdp.py goes on.
+#
+# All chapters on strategies use these letters. A Transformer is simplified to a stack of layers with two products each,
+# In W_in W_out. B is the tokens of the whole batch, D the width of the stream between layers, F the hidden width of a
+# layer. The mesh axes X and Y stand for their numbers of chips, too. C is a chip's FLOPs/s, and W the bytes/s of its
+# links, both directions together.
 
 # %%
 import torch
@@ -60,6 +65,10 @@ page.say(str(derive("In[B, D] * W_in[D, F] * W_out[F, D] -> Out[B, D]")))
 # are split, so each rank's loss is the sum over its own rows. The gradient of a replicated param is then unreduced over
 # X: each rank has the terms of its own rows, and nobody has their sum. (In the notation this is the law of cotangents:
 # what is replicated has an unreduced gradient, and the other way round.)
+#
+# There are two types for each param, how a rank stores it and how the module uses it; here they are equal. `call` makes
+# the module a function of the params, and brings each from its stored to its used type. `reduce_grads` brings each
+# gradient to the type of its param. Both only read the types, and send what these ask for.
 
 # %%
 STORED = USED = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", "fc2.weight": "V[D, F]", "fc2.bias": "c[D]"}
@@ -81,7 +90,12 @@ listing.show_module(page, gradients, STORED)
 # %% [markdown]
 # ## The book's layer, line by line
 # These are the lines that each rank runs. {U_X} appears where a product sums over the batch, and an AllReduce removes
-# it. Act is Tmp after the activation function, which the book leaves out; `block` has this function, and the norm.
+# it. Nothing in the layer waits for an AllReduce: its result is for the optimizer, so it can be sent while the other
+# products run.
+#
+# Act is Tmp after the activation function, which the book leaves out. `block` has this function, the norm of the input,
+# and the cotangents of both (`_vjp`). The run below compares the book's layer, where they change nothing; the training
+# at the end has gelu and an RMS norm.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D, F]", "W_out": "W_out[F, D]", "Out": "Out[B_X, D]"}
@@ -114,8 +128,10 @@ there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
 # ## Bytes moved
-# An AllReduce counts twice, because it is a ReduceScatter and an AllGather. With the book's 2 bytes per element, the
-# backward moves 8DF bytes.
+# Why does an AllReduce cost twice the bytes of its array? It is a ReduceScatter, which gives each rank a part of the
+# sum, and an AllGather, which gives every rank all parts. In each of the two a rank sends (X - 1)/X of the array,
+# nearly all of it, as `sent` shows above. So the book counts V twice: two weights of DF elements, twice, at 8 bytes in
+# float64 are 32DF bytes. At the book's 2 bytes per element they are 8DF.
 
 # %%
 page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
@@ -123,9 +139,12 @@ page.same([("forward", "0", 0, there), ("backward", "32DF", 32 * D * F, back)], 
 
 # %% [markdown]
 # ## When is it bound by communication?
-# The backward takes T_math = 8BDF/(XC) and T_comms = 8DF/W. D and F cancel, so the number of tokens per chip, B/X,
-# decides which is longer. The listing above is counted, in FLOPs and bytes, on 64 abstract TPU v5p. The
-# AllReduces may use all three axes of the torus, W = 3 W_ici.
+# The backward has four products of 2 (B/X) DF FLOPs on each chip, so T_math = 8BDF/(XC), and T_comms = 8DF/W. D and F
+# cancel: the time of the products grows with the tokens of a chip, and that of the gradients does not, so B/X decides
+# which is longer. The products hide the AllReduces if B/X > C/W.
+#
+# The listing above is counted, in FLOPs and bytes, on 64 abstract TPU v5p, which have shapes and no data. The
+# AllReduces may use all three axes of the torus, so W is three times the bandwidth of one axis.
 
 # %%
 v5p = chip("v5p")
@@ -148,6 +167,11 @@ page.say(f"Bound by compute from B/X = C/W = {least:,.0f} tokens on; along one a
 # ## Four layers, and training
 # Training runs the listing above over all layers, with gelu, norm and residual. If you change one of its lines, the
 # training changes, or the line is refused. Steps are pure functions from params and the optimizer's state to new ones.
+# The model predicts the next byte of a text from the bytes before it. `loss_and_grads` embeds these, runs `layer` over
+# the stack and back, and computes the loss; `reduced` adds the loss up over the ranks, for the table alone.
+#
+# The last line compares the score with the text's order-0 entropy. That is the best score of a model that knows how
+# often each byte occurs and nothing about its context, so training has learned something once it is below.
 
 # %%
 CONFIG, ADAMW = learning.CONFIG, learning.ADAMW

@@ -14,7 +14,7 @@ layer ahead; `zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state,
 # ## Why shard what data parallelism copies?
 # Data parallelism keeps X copies of the params and of Adam's moments, but a chip needs a layer's weights only while it
 # computes this layer. FSDP keeps 1/X of everything on each chip, gathers the weights of a layer just before they are
-# used, and drops them afterwards.
+# used, and drops them afterwards. (The letters are those of 05_dp.py: B tokens, layers of D x F, X chips of C FLOPs/s.)
 #
 # FSDP trades bytes for memory, and it trades well. The AllReduce of a gradient has always been a ReduceScatter and an
 # AllGather: FSDP keeps the first, and the second becomes the AllGather of the weights. Only the gathers of the forward
@@ -44,8 +44,10 @@ X = page.args.mesh["X"]
 
 # %% [markdown]
 # ## First by types alone
-# Again this takes any nn.Module, torch.func.grad, and the types of the params, now in two forms: how they are
-# stored, and how they are used. Compared with data parallelism, each stored type has one more letter.
+# Again this takes any nn.Module, torch.func.grad, and the types of the params as they are stored and as they are used.
+# Compared with data parallelism, each stored type has one more letter, and nothing else changes. `call` now gathers,
+# because the used types lack the letter. `reduce_grads` has nothing left to do: the transpose of an AllGather is a
+# ReduceScatter, so `grad` has already reduced each gradient to its shard.
 
 # %%
 STORED = {"fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]", "fc2.weight": "V[D_X, F]", "fc2.bias": "c[D_X]"}
@@ -68,7 +70,8 @@ listing.show_module(page, gradients, STORED)
 # %% [markdown]
 # ## The book's layer, line by line
 # These are the lines that each rank runs. Each AllGather of a weight in the forward has a ReduceScatter of its gradient
-# in the backward, which is its transpose. Act is Tmp after the activation function, which the book leaves out.
+# in the backward, which is its transpose. The backward gathers each weight again, because a rank that kept it from the
+# forward would soon have all layers whole. Act is Tmp after the activation function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
@@ -105,8 +108,9 @@ there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
 # ## Bytes moved
-# With the book's 2 bytes per element, the forward moves 4DF bytes and the backward 8DF, as many as the AllReduces of
-# data parallelism.
+# The forward gathers two weights of DF elements, 16DF bytes in float64. The backward gathers them again and scatters
+# two gradients, 32DF. With the book's 2 bytes per element these are 4DF and 8DF; the AllReduces of data parallelism
+# move 8DF as well.
 
 # %%
 page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
@@ -115,10 +119,10 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 
 # %% [markdown]
 # ## When is it bound by communication?
-# The forward takes T_math = 4BDF/(XC) and T_comms = 4DF/W; in the backward both are twice as long. So the threshold is
-# that of data parallelism in both passes: FSDP keeps 1/X of the params, and its price is a forward that communicates,
-# too. The listing above is counted, in FLOPs and bytes, on 64 abstract TPU v5p that use all three axes of
-# their torus.
+# The forward takes T_math = 4BDF/(XC) and T_comms = 4DF/W; in the backward both are twice as long. So in both passes
+# the products hide the collectives if B/X > C/W, as under data parallelism. A run that is compute-bound there can
+# switch to FSDP and stays so, with 1/X of the memory. The listing above is counted, in FLOPs and bytes, on 64 abstract
+# TPU v5p that use all three axes of their torus.
 
 # %%
 v5p = chip("v5p")
@@ -149,9 +153,14 @@ learning.show(page, LAYER)
 
 # %% [markdown]
 # ## ZeRO-1, 2 and 3
-# The three stages shard more and more: ZeRO-1 shards Adam's moments, ZeRO-2 the gradients as well, and ZeRO-3, which is
-# FSDP, everything. The book says that this saves FLOPs of the backward pass. It does not: the FLOPs that it saves are
-# the optimizer's, since each rank updates 1/X of the params.
+# The three stages of ZeRO shard more and more: ZeRO-1 shards Adam's moments, ZeRO-2 the gradients as well, and ZeRO-3,
+# which is FSDP, everything. Under ZeRO-1 and 2 a rank has all params, so nothing is gathered in the passes. Each rank
+# updates its shard of the params, and one AllGather a step spreads the result. One would stop at ZeRO-2 where the
+# params fit and the weights would be gathered many times in a step, as in a pipeline (05_pp.py).
+#
+# The book says that this saves FLOPs of the backward pass. It does not: the FLOPs that it saves are the optimizer's,
+# since each rank updates 1/X of the params. The code runs one step of each stage on the same params and keeps what a
+# rank then has. In the table N is the number of params, at 4 bytes each in float32; m and v are Adam's moments.
 
 # %%
 STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}

@@ -39,7 +39,8 @@ X, Y = (page.args.mesh[axis] for axis in "XY")
 # %% [markdown]
 # ## One layer, line by line
 # These are the lines that each rank runs. Weights are gathered over X, activations over Y, so no type has an axis
-# twice. Act is Tmp after the activation function, which the book leaves out.
+# twice. Only the gathers and scatters of activations are on the critical path; those of weights and of their gradients
+# can run behind the products of another layer. Act is Tmp after the activation function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D_X]", "Out": "Out[B_X, D_Y]"}
@@ -82,8 +83,10 @@ there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
 # ## Bytes moved
-# The book's table has 8BD/X for the backward in bfloat16. By the book's own listing it is 6BD/X, as counted here, or
-# 4BD/X where step 7 reuses the In that the forward gathered.
+# A rank gathers the weights of its own column of chips, DF/Y elements, and the activations of its own row, BD/X. The
+# forward moves two of each, and the backward four weights or gradients and three activations, at 8 bytes an element.
+# The book's table has 8BD/X for the activations of the backward, at 2 bytes. By the book's own listing it is 6BD/X, as
+# counted here, or 4BD/X where step 7 reuses the In that the forward gathered.
 
 # %%
 page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
@@ -96,9 +99,10 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 # %% [markdown]
 # ## How to divide the chips between X and Y?
 # In the forward, T_math = 4BDF/(NC) with N = XY chips. At the same time the weights take 4DF/(Y W_X) over X, and the
-# activations 4BD/(X W_Y) over Y. A larger X makes the second shorter, and a larger Y the first. Both are equal at the
-# best X, sqrt(B N M_X / (F M_Y)), and FSDP+TP is then compute-bound down to C^2 / (W_X W_Y F) tokens a chip, far below
-# FSDP's threshold. The table counts the listing above on 64 abstract v5p, two axes of the torus for X and one for Y.
+# activations 4BD/(X W_Y) over Y, where W_X and W_Y are the bytes/s over each. With N fixed, a larger X makes the second
+# shorter and the first longer, so the best X makes both equal: FX/W_X = BN/(X W_Y). If X has M_X axes of the torus and
+# Y has M_Y, it is sqrt(B N M_X / (F M_Y)). FSDP+TP is then compute-bound down to C^2 / (W_X W_Y F) tokens a chip, far
+# below FSDP's threshold. The table counts the listing above on 64 abstract v5p, with M_X = 2 and M_Y = 1.
 
 # %%
 v5p = chip("v5p")

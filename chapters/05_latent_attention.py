@@ -17,7 +17,7 @@ sum on every rank.
 #
 # The price is more products in training, and a layout that does not suit heads. All heads share the latent, so if the
 # heads are split over Y, each rank has a copy of it. Where caches are short, or serving is not the aim, plain heads are
-# simpler.
+# simpler. (B sequences have T tokens of D numbers, N is the number of heads and H the width of a head's output.)
 
 # %%
 import torch
@@ -55,9 +55,12 @@ LIMIT = 1e-11
 
 # %% [markdown]
 # ## The letters
-# R and C are the ranks of the queries' latent and of the one for keys and values. The cache stores M = C + rope numbers
-# per token. A head's query has A = nope + rope dims, and each head computes W = nope + value dims from the latent.
-# Compare the widths of DeepSeek-V3: the latents are a fraction of D, and the heads' A and W together are not.
+# The queries' latent has R numbers, and the one for keys and values has C. A head's query and key have two parts:
+# `nope` dims without rotary positions, and `rope` dims with them. A = nope + rope is the width of a query. From the
+# latent each head computes W = nope + value numbers, its key without position and its value; the rotary part of the key
+# is one vector K_R for all heads. So the cache stores M = C + rope numbers per token. In the names of weights D is down
+# and U is up: W_DQ goes from the stream to the queries' latent, and W_UQ from there to the heads. Compare the widths of
+# DeepSeek-V3: R and M together are a third of D, while all heads' queries have N A, more than three times D.
 
 # %%
 V3 = get("deepseek-v3")
@@ -110,10 +113,10 @@ def attention(W, x, mesh):
 ROPE = tables(torch.arange(T), latent.rope, config.theta, None, torch.float64)
 
 # %% [markdown]
-# The derivative needs no further lines, since each collective has its dual. The types say which reductions remain,
-# and these are off the critical path. A weight's gradient is unreduced over each axis that splits the tokens but not
-# the weight. W_DQ and W_DKV multiply tokens that are split over Y as well, so their gradients are {U_XY}. All results
-# must equal one device's.
+# The derivative of `attention` needs no further lines, since each collective has its dual. What remains is to reduce
+# the gradients of the gathered weights, off the critical path. A weight's gradient is unreduced over each axis that
+# splits the tokens but not the weight. W_DQ and W_DKV multiply tokens that are split over Y as well, so their gradients
+# are {U_XY}. All results must equal one device's.
 
 
 # %%
@@ -198,9 +201,9 @@ page.check("a rank's own dK_R is wrong where heads are split, and the sum is rig
 
 # %% [markdown]
 # ## Cost and savings
-# Over Y, a token sends R + M numbers instead of D in both passes, while the outputs of attention send D as always. The
-# cache is where latent attention pays. In the last row, the same model with a key and a value for each head would store
-# 57 times as much.
+# Over Y, a rank gathers R + M numbers for each token instead of D, and scatters as many gradients in the backward,
+# while the outputs of attention have D as always. The cache is where latent attention pays. In the last row, the same
+# model with a key and a value for each head would store 57 times as much.
 
 # %%
 R, C, M, D = (theirs[dim] for dim in "RCMD")

@@ -16,7 +16,8 @@ iteration runs on shards and reduces partial sums.
 #
 # In a distributed run Muon is harder than Adam. Adam works on any shard, but to orthogonalize a matrix one needs
 # products of the whole matrix, which no rank has. This chapter compares three solutions. With few ranks, or small
-# matrices, gathering is fine; on many ranks it is what limits Muon.
+# matrices, gathering is fine; on many ranks it is what limits Muon. One would keep Adam for vectors, embeddings and the
+# head, and where a step is so short that these products would be a large part of it.
 
 # %%
 import torch
@@ -41,9 +42,11 @@ TYPE = "M[L, D_X, F]"
 
 # %% [markdown]
 # ## What Newton-Schulz does
-# M = U S V^T, divided by its norm, goes through x <- 3.4445 x - 4.775 x^3 + 2.0315 x^5 five times. This brings the
-# singular values close to 1, and does not change U and V. It needs products only, so bfloat16 is precise enough.
-# Look at how far the small values rise.
+# A matrix M = U S V^T is orthogonal once its singular values S are all 1. Newton-Schulz divides M by its norm, so that
+# no singular value is above 1, and then replaces M five times by 3.4445 M - 4.775 M M^T M + 2.0315 (M M^T)^2 M. That
+# does the same with each singular value x, which becomes 3.4445 x - 4.775 x^3 + 2.0315 x^5, and leaves U and V as they
+# are. There is no decomposition and no inverse, only products, for which bfloat16 is precise enough. The values need
+# not be exactly 1: look at how far the small ones rise.
 
 # %%
 rng = torch.Generator().manual_seed(page.args.seed)
@@ -52,16 +55,17 @@ U, _, V = torch.linalg.svd(torch.randn(16, 16, generator=rng, dtype=torch.float6
 values = torch.logspace(-3, 0, 16, dtype=torch.float64)
 values = values / values.norm()
 after = (U.mT @ newton_schulz(U @ values.diag() @ V, torch.float64) @ V.mT).diagonal()
-page.title("Singular values before and after, of the norm")
+page.title("Singular values of a matrix of norm 1, before and after")
 page.table([(f"{before:.4f}", f"{now:.3f}") for before, now in zip(values.tolist(), after.tolist(), strict=True)][::3],
            ["before", "after"])  # fmt: skip
 page.check("all but the smallest come near 1", bool(((after > 0.5) & (after < 1.5))[3:].all()))
 
 # %% [markdown]
 # ## Three listings
-# The momentum has the type of the weights, here M[L, D_X, F]. The first listing gathers every matrix. The second sends
-# each matrix to its owner and back, and sends nothing while it computes. The third gathers no matrix: the Gram matrix
-# contracts the split dim, so it is a partial sum, which is reduced.
+# The momentum has the type of the weights, here M[L, D_X, F]: L matrices whose rows are split over X. The first listing
+# gathers every matrix on every rank. The second sends each matrix to one rank, its owner, and back, and sends nothing
+# while it computes. The third gathers no matrix: it splits F, and M M^T contracts F, so each rank has a partial sum of
+# it, and an AllReduce of D x D numbers adds these up in each of the five steps.
 
 
 # %%
@@ -115,9 +119,10 @@ page.equal([(name, off, EXACT) for name, (off, _) in ran.items()])
 # %% [markdown]
 # ## Which form is the cheapest?
 # Which form is the cheapest depends on the number of matrices. The table has the time of a rank's FLOPs and of its
-# AllGathers on a v5p, for the matrices of a layer of LLaMA-3 70B over X=16 and Y=4. Gathering repeats all the work on
-# every rank. Owners share the work if there are as many matrices as ranks. On shards, the ranks share the products with
-# M, but not A^2, and there are five AllReduces.
+# collectives on 64 v5p, X=16 and Y=4, for matrices of the size of LLaMA-3 70B's W_in. Gathering repeats all the work on
+# every rank. Owners share the work, but with fewer matrices than ranks some ranks own none, so the time is the same for
+# 1 and for 64 matrices. On shards, all ranks share the products with M, but not A^2, and there are five AllReduces. A
+# model of 80 layers has 80 such matrices, so owners are the best for it.
 
 # %%
 V5P, L70 = chip("v5p"), get("llama3-70b")
@@ -148,9 +153,9 @@ page.answers([
 
 # %% [markdown]
 # ## As an optimizer
-# `optim.muon` does this for whole trees. Data says which leaves are matrices, as in "D -> N H". Matrices of one shape
-# travel together, owners are chosen by FLOPs, and AdamW updates all other leaves. `python -m scaling.train --optimizer
-# muon` runs it.
+# `optim.muon` does this for whole trees. A tree of texts says which leaves are matrices: "D -> N H" means that W_Q is a
+# matrix with rows of D and columns of N H. Matrices of one shape travel together, owners are chosen by FLOPs, and AdamW
+# updates all other leaves. `python -m scaling.train --optimizer muon` runs it.
 
 # %%
 page.say("\n" + "\n".join(f"{name}: {what or 'AdamW'}" for name, what in matrices_of(L70)["layers"].items()))

@@ -17,7 +17,8 @@ share of the network. Only the order matters: run `grads_of_layer` and swap its 
 # has to send only its own shard. So one uses data parallelism over the slow axis, whatever runs inside a pod.
 #
 # The price is memory, which does not shrink with the number of pods, because each pod has all params. And a pod needs a
-# batch that is large enough to hide the network, 73,440 tokens on a v5p. On GPUs this layout is called HSDP.
+# batch that is large enough to hide the network, 73,440 tokens on a v5p, as derived below. Where one pod has chips
+# enough, one would not split the run over two. On GPUs this layout is called HSDP.
 
 # %%
 from time import perf_counter
@@ -42,7 +43,9 @@ P, X, Y = (page.args.mesh[axis] for axis in "PXY")
 # %% [markdown]
 # ## The gradient of one weight
 # A gradient starts as partial sums {U_PX} and ends as this rank's shard of the sum. Two reductions do that, and both
-# orders give the same numbers. They differ in the bytes that cross the slow axis P.
+# orders give the same numbers. They differ in the bytes that cross the slow axis P: a ReduceScatter over X leaves each
+# rank 1/X of the array, and only that has to cross if it comes first. The formula 16 DF/(XY) counts an AllReduce twice,
+# at 8 bytes an element in float64.
 
 
 # %%
@@ -90,7 +93,8 @@ page.say(f"\n{times[0]:.1f} against {times[1]:.1f} ms here, where P is no slower
 # %% [markdown]
 # ## A whole step, by axis
 # How much does a whole step move on each axis? A trace counts L layers of `scaling.strategies.pods`, first on this
-# chapter's ranks and then, by the same function, on 16,384 abstract chips.
+# chapter's ranks and then, by the same function, on 16,384 abstract chips. Compare the three rows of the large mesh:
+# less than a thousandth of a layer's bytes crosses P.
 
 
 # %%
@@ -129,9 +133,10 @@ page.same([(*row, moved[row[0]]) for row in closed_forms(big.sizes, book, 2)], H
 
 # %% [markdown]
 # ## When does the slow network bind?
-# Each chip has its share of the datacenter's network, W_dcn. A pod's batch must be so large that the matmuls of the
-# backward take longer than the gradients take to cross. That is C / W_dcn tokens per pod, for any D and F. A pod with
-# fewer waits for the network, as the first two rows show.
+# Each chip has its share of the datacenter's network, W_dcn bytes/s. Let a pod have M chips and b tokens of the batch.
+# The matmuls of a layer's backward take 8 b DF/(MC) seconds. Each chip sends its 1/M of the gradients, so these take
+# 8 DF/(M W_dcn) to cross. D, F and M cancel: the matmuls hide the network if b > C / W_dcn, the same number of tokens
+# for a small pod and a large one. A pod with fewer waits for the network, as the first two rows show.
 
 # %%
 v5p = chip("v5p")

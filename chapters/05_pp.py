@@ -12,7 +12,8 @@ the stages use FSDP and tensor parallelism inside.
 # %% [markdown]
 # ## Why split by layers?
 # Only activations pass from one layer to the next, once for each boundary between two ranks. So a pipeline needs the
-# least bandwidth of all strategies, works over slow networks, and leaves each rank with only its layers' weights.
+# least bandwidth of all strategies, works over slow networks, and leaves each rank with only its layers' weights. Z is
+# the axis of the pipeline and its number of ranks, or stages; In[L_Z, B, D] has L layers, of which each stage has L/Z.
 #
 # The price is waiting. A batch is at one stage at a time unless it is split into microbatches, and filling and emptying
 # the pipeline leaves a bubble. A schedule of forwards and backwards has to be chosen, and it is harder to write and to
@@ -122,10 +123,10 @@ page.say("\nAs printed, the book's listing does not run: weights[i] = ... is ref
 # %% [markdown]
 # ## The bubble
 # In the charts time runs to the right, with one line per rank. F0 is the forward of microbatch 0 (here the whole
-# batch), which takes one tick, and B0 its backward, which takes two; dots are waiting. The line above a chart sums it
-# up. The makespan is the number of ticks, and the bubble is the share of them in which a rank waits. The live
-# activations are the largest number of microbatches for which each rank stores activations at once. Rank 0 computes
-# first and last, and waits for all others in between.
+# batch), which takes one tick, and B0 its backward, which takes two, because it has twice the products; dots are
+# waiting. The line above a chart sums it up. The makespan is the number of ticks, and the bubble is the share of them
+# in which a rank waits. The live activations are the largest number of microbatches for which each rank stores
+# activations at once. Rank 0 computes first and last, and waits for all others in between.
 
 # %%
 alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
@@ -136,11 +137,15 @@ page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idl
 
 # %% [markdown]
 # ## The first way out: microbatches
-# If each microbatch starts when the one before is back, nothing is gained. GPipe sends all microbatches forward and
-# then all backward. 1F1B takes a backward as soon as there is one. In both, ranks wait for (Z - 1)/(M + Z - 1) of the
-# time. In the interleaved schedule a rank has v = 2 chunks of layers that are not adjacent, the second in small
-# letters. So each microbatch passes twice, in steps half as long, and the bubble is (Z - 1)/(vM + Z - 1). A step that
-# is too narrow for its number is drawn without it.
+# If each of M microbatches starts when the one before is back, nothing is gained (naive). GPipe sends all microbatches
+# forward and then all backward. 1F1B takes a backward as soon as there is one. In both, a rank computes for M turns and
+# waits for Z - 1, until the first microbatch has reached the last stage and the last one is back: the bubble is
+# (Z - 1)/(M + Z - 1).
+#
+# In the interleaved schedule a rank has v = 2 chunks of layers that are not adjacent, the second in small letters. So
+# each microbatch passes twice, in steps half as long. The waits are half as long, too, and the bubble is (Z - 1)/(vM +
+# Z - 1), at the price of sending activations twice as often. A step that is too narrow for its number is drawn without
+# it.
 
 # %%
 drawn = {}
@@ -161,7 +166,8 @@ draw("naive", "gpipe", "1f1b", "interleaved")
 
 # %% [markdown]
 # GPipe and 1F1B differ in memory. With more microbatches the bubble of both gets smaller, but GPipe keeps the
-# activations of all of them, and 1F1B of at most Z.
+# activations of all of them, and 1F1B of at most Z. Microbatches cannot be ever smaller, because each has to keep its
+# chip busy with products rather than with reading weights (01_roofline.py).
 
 # %%
 page.title("The bubble of both, and the microbatches whose activations rank 0 keeps")
@@ -173,9 +179,10 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 # %% [markdown]
 # ## The second way out: the backward in halves
 # The rank before waits for dx only, and no rank waits for dW. So the backward can be split in two: I, which computes
-# dL/dx, comes first, and W, which computes dL/dW, fills the gaps. ZB-H1 does that within 1F1B's memory. DualPipeV is a
-# later form of the schedule in the book's figure: a rank has an early and a late chunk, and rank 0 the first and the
-# last layers. Compare the makespans with 1F1B's: what remains of the bubble is the way forward at the beginning.
+# dL/dx, comes first, and W, which computes dL/dW, fills the gaps. ZB-H1 (zero bubble) does that within 1F1B's memory.
+# DualPipeV is a later form of the schedule in the book's figure: each rank has an early and a late chunk, and rank 0
+# the first and the last layers. Compare the makespans with 1F1B's: what remains of the bubble is the way forward at the
+# beginning. One pays with a backward in two parts, which has to keep the cotangents until W has run.
 
 # %%
 page.title("The backward in halves")

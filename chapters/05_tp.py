@@ -11,16 +11,16 @@ are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_
 
 # %% [markdown]
 # ## Why move the activations?
-# Let a layer have D inputs and F features. A chip with few tokens has smaller activations, B x D numbers, than
-# weights, D x F, so moving the activations is cheaper. Tensor parallelism splits each weight along F over Y, and no
+# Let a layer have D inputs and F features. With a batch of few tokens its activations, B x D numbers, are smaller than
+# its weights, D x F, so moving the activations is cheaper. Tensor parallelism splits each weight along F over Y, and no
 # weight ever moves. It also splits the work of a single token, which no split of the batch can do: a step becomes
 # shorter, not only larger.
 #
 # The price is that nothing hides its collectives. A product cannot begin before its input has been gathered, and each
 # layer waits four times, twice forward and twice backward. Hence Y belongs on the fastest links, inside a node of GPUs
-# or along an axis of a TPU's torus, and it stays small: beyond F W/C ways, with links of W bytes/s, the layer waits for
-# them however large the batch is. One would not do it over a slow network, nor where each chip has enough tokens for
-# FSDP alone.
+# or along an axis of a TPU's torus, and it stays small: with chips of C FLOPs/s and links of W bytes/s, a layer that is
+# split more than F W/C ways waits for the links however large the batch is. One would not do it over a slow network,
+# nor where each chip has enough tokens for FSDP alone.
 
 # %%
 from torch.func import grad
@@ -41,8 +41,9 @@ Y = page.args.mesh["Y"]
 
 # %% [markdown]
 # ## First by types alone
-# Again this takes any nn.Module, the types of its params, and torch.func.grad. The output of the second layer is a sum
-# over Y, so its bias is typed as partial sums where it is used. It is then added once, not on every rank.
+# Again this takes any nn.Module, the types of its params, and torch.func.grad. Each rank calls the module with its own
+# F_Y, and the outputs are partial sums over Y. A bias that every rank added would be counted Y times. So the second
+# bias is used as partial sums too, `{U_Y}`: one rank along Y adds it, and the others add zeros.
 
 # %%
 STORED = {"fc1.weight": "W[F_Y, D]", "fc1.bias": "b[F_Y]", "fc2.weight": "V[D, F_Y]", "fc2.bias": "c[D]"}
@@ -66,8 +67,10 @@ listing.show_module(page, gradients, STORED)
 # %% [markdown]
 # ## The book's layer, line by line
 # These are the lines that each rank runs. Weights never move. Activations are gathered before the first product. The
-# second product contracts F, which is split, so it leaves partial sums {U_Y} to reduce. Act is Tmp after the activation
-# function, which the book leaves out.
+# second product contracts F, which is split, so it leaves partial sums {U_Y} to reduce. Why are two collectives enough
+# for two products? The first weight is split by columns and the second by rows, so the F_Y that the first product
+# leaves on a rank is exactly what the second one needs there, and the activation function in between treats every
+# number alone. Act is Tmp after this function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
@@ -104,8 +107,9 @@ there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
 # ## Bytes moved
-# With the book's 2 bytes per element, the forward moves 4BD bytes and the backward 6BD, or 4BD where step 5 reuses the
-# In that the forward gathered.
+# The forward gathers In and scatters Out, BD elements each. The backward gathers dOut and In, and scatters dIn. With
+# the book's 2 bytes per element these are 4BD and 6BD bytes, or 4BD in the backward as well where a rank keeps the In
+# that the forward gathered: step 5 trades memory for bytes.
 
 # %%
 page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
@@ -114,9 +118,10 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 
 # %% [markdown]
 # ## When is it bound by communication?
-# The forward takes T_math = 4BDF/(YC) and T_comms = 4BD/W. The batch and D cancel, so however large the batch is, the
-# layer is compute-bound only if Y < F W/C. The listing above is counted, in FLOPs and bytes, on abstract TPU
-# v5p, where Y has one axis of the torus.
+# The forward has two products of 2BDF/Y FLOPs on each chip, so T_math = 4BDF/(YC), and T_comms = 4BD/W. The batch and D
+# cancel, so however large the batch is, the layer is compute-bound only if Y < F W/C. With more chips each computes
+# less, but sends as much. The listing above is counted, in FLOPs and bytes, on abstract TPU v5p, where Y has one axis
+# of the torus.
 
 # %%
 v5p = chip("v5p")

@@ -49,10 +49,14 @@ LIMIT = 1e-11
 
 # %% [markdown]
 # ## One layer, line by line
+# The letters: B sequences of T tokens; the stream x has D numbers for each token; N query heads and K heads of keys and
+# values have H numbers each; F is the hidden width of the MLP. X is the axis of data and FSDP, Y that of tensors.
+#
 # Attention is tensor parallelism with heads in the role of features: each rank computes its own heads. Norms and
-# residuals treat every token alone, so between the blocks the stream can be split along the sequence. An AllReduce over
-# Y then becomes a ReduceScatter after each block and an AllGather before the next. The bytes are the same, and each
-# token is normalized once instead of Y times.
+# residuals treat every token alone, so between the blocks the stream can be split along the sequence, which is called
+# sequence parallelism. An AllReduce over Y then becomes a ReduceScatter after each block and an AllGather before the
+# next. The bytes are the same, but each token is normalized once instead of Y times, and a rank saves 1/Y of the stream
+# for the backward. There is nothing to give up, except that Y must divide T.
 
 
 # %%
@@ -132,8 +136,8 @@ show_lines(page, title, result["forward"])
 # %% [markdown]
 # ## The backward, derived
 # These lines are written nowhere: each is the transpose of a line above, from the last to the first, by the law of
-# cotangents. An AllGather becomes a ReduceScatter, so the gradients of the weights leave as shards. (The transposes of
-# the products are torch's own and are not listed.)
+# cotangents. An AllGather becomes a ReduceScatter, so the gradients of the weights leave as shards, and the other way
+# round. (The transposes of the products are torch's own and are not listed.)
 
 # %%
 show_lines(page, "The backward pass, as torch.func.vjp ran it", result["backward"])
@@ -144,7 +148,9 @@ page.equal(result["differences"])
 # ## The whole model, on any mesh
 # `scaling.strategies.transformer` adds what a model has around its layers: embedding and loss with the vocabulary over
 # Y (no rank ever has all logits of a token), fewer KV heads than Y, stages, context and experts. One text serves every
-# mesh, because an axis that the mesh lacks drops out of the lines.
+# mesh, because an axis that the mesh lacks drops out of the lines. P is the axis of pods, Z of pipeline stages, and C
+# of the sequence. Compare the bytes of the same model and batch: two axes of two ranks need fewer than one axis of
+# four, because each collective then moves only a part, and two stages need the fewest.
 
 # %%
 n = X * Y

@@ -8,6 +8,18 @@ counts (the book of 2026); in the edition of 2025 their times were added. The st
 05_fsdp.py, 05_tp.py and 05_fsdp_tp.py.
 """
 
+# %% [markdown]
+# ## Why ask when communication binds?
+# One adds chips so that a step takes less time. With N times as many chips each has 1/N of the products to compute, but
+# not 1/N of the bytes to send. As long as the products take longer than the collectives, these can hide behind them and
+# every further chip pays. Beyond that point chips wait. Each strategy reaches this point at another batch, so the batch
+# and the number of chips decide which strategy one can use.
+#
+# The letters are those of the book: B is the tokens of the whole batch, D the width of the stream, F the hidden width
+# of a layer, which has two matrices of D x F. N chips form a mesh of X for data and Y for tensors. C is a chip's
+# FLOPs/s, W the bytes/s that it has along one axis of the torus, in both directions together, and M_X, M_Y are the
+# numbers of torus axes over which X and Y lie.
+
 # %%
 import re
 from bisect import bisect_left
@@ -27,8 +39,7 @@ page = Page(__doc__, plot=True)
 
 # %% [markdown]
 # ## FLOPs and bytes of a layer
-# These are the strategies, and the table of the book's Takeaways for two matrices in bf16: a chip's FLOPs, and the
-# bytes that its collectives move. An AllReduce is an AllGather and a ReduceScatter, so it counts twice.
+# These are the strategies. Each is a choice of types for the input, the two weights and the output.
 
 # %%
 STRATEGIES = {  # its code, the cost model's name, its axes, FLOPs forward and backward, bytes forward and backward
@@ -42,8 +53,9 @@ page.table([(name, "{In} * {W_in} * {W_out} -> {Out}".format(**code.SPECS)) for 
            ["strategy", "formula"])  # fmt: skip
 
 # %% [markdown]
-# Does the code do that? Each strategy's own forward and backward run on an abstract mesh, where arrays have a shape but
-# no data. Their FLOPs and their bytes are counted.
+# The book's Takeaways have a formula for the FLOPs of a chip and the bytes that its collectives move, in bf16. Does the
+# code do that? Each strategy's own forward and backward run on an abstract mesh, where arrays have a shape but no data,
+# and their FLOPs and bytes are counted. An AllReduce is an AllGather and a ReduceScatter, so it counts twice.
 
 # %%
 SIZES = {"B": 16, "D": 12, "F": 40, "X": 4, "Y": 2}
@@ -86,9 +98,10 @@ page.answers([
 # %% [markdown]
 # ## Thresholds
 # A threshold is where the matmuls take as long as the collectives. DP and FSDP use all axes of the torus, TP one.
-# FSDP+TP has one axis for TP and the others for FSDP. Look at how far FSDP+TP goes below FSDP alone, and at v6e, which
-# has 4.7 times the FLOPs of a v5e and twice its links. The most important number is 850 tokens a chip: it decides on
-# how many chips a run can be spread.
+# FSDP+TP has one axis for TP and the others for FSDP. Pods are joined by the slow network, and their threshold counts
+# the tokens of a whole pod, or slice. Look at how far FSDP+TP goes below FSDP alone, and at v6e, which has 4.7 times
+# the FLOPs of a v5e and twice its links: a faster chip with the same links needs a larger batch. The most important
+# number is 850 tokens a chip of a v5p: it decides on how many chips a run can be spread.
 
 # %%
 page.title("Compute-bound if ..., F = 28672")
@@ -154,9 +167,10 @@ page.answers([
 
 # %% [markdown]
 # ## The first figure
-# The first figure shows FLOPs time over comms time on 4x4x4 v5p, each strategy at its best. FSDP is a straight line,
-# FSDP + TP a square root, and TP alone is constant. A strategy is compute-bound above 1, so between about 100 and 850
-# tokens a chip only FSDP + TP is.
+# The first figure shows the time of the FLOPs over that of the collectives on 4x4x4 v5p, each strategy at its best. For
+# FSDP the ratio grows with the batch, because the weights that it sends do not; for TP it is constant, because it sends
+# activations; FSDP + TP sends both, and its ratio grows with the square root. A strategy is compute-bound above 1, so
+# between about 100 and 850 tokens a chip only FSDP + TP is.
 
 # %%
 N, WIDE = 64, 30_000
@@ -180,8 +194,10 @@ page.chart(
 
 # %% [markdown]
 # ## The second figure
-# The second figure shows the seconds of a layer's forward pass on 16x16x16 v5p. A mesh is compute-bound where the line
-# of the matmuls is above its own. With TP over one torus axis, 256 x 16 never is.
+# The second figure shows the seconds of a layer's forward pass on 16x16x16 v5p, for meshes of X x Y. A mesh is
+# compute-bound where the line of the matmuls is above its own. The level part of a line is the gathers of weights,
+# which do not depend on the batch, and the rising part the gathers of activations. With TP over one torus axis, 256 x
+# 16 never is compute-bound.
 
 # %%
 MESHES = {"4096 FSDP": (4096, 1, 3, 0), "1024 x 4": (1024, 4, 2, 1), "512 x 8": (512, 8, 2, 1)}
