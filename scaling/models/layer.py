@@ -275,7 +275,8 @@ def gate_features(Tmp: Tensor, Gate: Tensor | None, config: Config) -> Values:
 
 
 def centered(x: Tensor) -> Tensor:
-    """Return x minus its mean over the last dim, as LayerNorm does."""
+    """Return x minus its mean over the last dim, as LayerNorm does, in float32 or wider."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x - x.mean(-1, keepdim=True)
 
 
@@ -291,7 +292,7 @@ def normed(W: dict, name: str, x: Tensor, config: Config, norm: Callable = gaine
     if (gain := gain_of(W, name, x, config)) is None:
         return x, None
     y, r = norm(centered(x) if config.centered else x, gain, config.eps)
-    return (y + W[f"b_{name}"] if f"b_{name}" in W else y), r
+    return (y + W[f"b_{name}"] if f"b_{name}" in W else y).to(x.dtype), r
 
 
 def normed_backward(W: dict, name: str, x: Tensor, r: Any, dy: Tensor, config: Config) -> tuple[Tensor, dict]:
@@ -300,7 +301,7 @@ def normed_backward(W: dict, name: str, x: Tensor, r: Any, dy: Tensor, config: C
         return dy, {}
     dx, dgain = gained_norm_vjp(centered(x) if config.centered else x, gain, r, dy)
     bias = {f"b_{name}": dy.flatten(0, -2).sum(0)} if f"b_{name}" in W else {}
-    return centered(dx) if config.centered else dx, ({name: dgain} if name in W else {}) | bias
+    return (centered(dx) if config.centered else dx).to(x.dtype), ({name: dgain} if name in W else {}) | bias
 
 
 def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:
@@ -315,7 +316,7 @@ def head_norm(x: Tensor, gain: Tensor, at: Any, rows: str) -> tuple[Tensor, Any]
     """
     if at.config.qk_layernorm:
         y, r = at.norm(centered(x), gain.new_ones(x.shape[-1]), at.config.eps)
-        return y * gain, r
+        return (y * gain).to(x.dtype), r
     if gain.dim() == 1:
         return at.norm(x, gain, at.config.eps)
     wide, flat = x.flatten(-2), gain.flatten()
@@ -332,7 +333,7 @@ def head_norm_backward(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor, at: Any) 
     if at.config.qk_layernorm:
         x = centered(x)
         dx, _ = gained_norm_vjp(x, gain.new_ones(x.shape[-1]), r, dy * gain)
-        return centered(dx), (x * r * dy).flatten(0, -3).sum(0).to(gain.dtype)
+        return centered(dx).to(dy.dtype), (x * r * dy).flatten(0, -3).sum(0).to(gain.dtype)
     if gain.dim() == 1:
         return gained_norm_vjp(x, gain, r, dy)
     wide, dy, flat = x.flatten(-2), dy.flatten(-2), gain.flatten()

@@ -175,9 +175,15 @@ def shared_experts(W: dict, x: Tensor, mlp: Callable = mlp) -> Tensor:
     return Out * (x @ W["gate"]).sigmoid()[..., None] if "gate" in W else Out
 
 
-def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: Sequence[int]) -> Tensor:
-    """Row[R, D] -> Out[R, D]: the first counts[0] rows through `mlp(weights, rows)` of the first expert, and so on."""
+def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: "Sequence[int] | int") -> Tensor:
+    """Row[R, D] -> Out[R, D]: the first counts[0] rows through `mlp(weights, rows)` of the first expert, and so on.
+
+    If each expert has the same number of rows, `counts` may be that number; each product is then one for all experts.
+    """
     names = [name for name in OF_EACH if name in params]
+    if isinstance(counts, int):
+        each = {name: params[name] for name in names}
+        return torch.vmap(mlp)(each, Row.unflatten(0, (-1, counts))).flatten(0, 1)
     weights = zip(*(params[name].unbind() for name in names), strict=True)
     parts = zip(weights, Row.split(list(counts)), strict=True)
     return torch.cat([mlp(dict(zip(names, W, strict=True)), rows) for W, rows in parts])

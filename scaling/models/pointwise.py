@@ -63,8 +63,7 @@ def rms_norm(x: Tensor, mean_square_x: Tensor | None = None, *, gain: Tensor | N
     if gain is not None and mean_square_x is None and not torch.compiler.is_compiling() and in_transform() is None:
         return _RMSNorm.apply(x, gain, eps) if torch.is_grad_enabled() else gained_norm(x, gain, eps)[0]
     r = torch.rsqrt((mean_square(x) if mean_square_x is None else mean_square_x) + eps)
-    y = x * r if gain is None or gain.dtype == x.dtype else x * r * gain
-    return y.to(x.dtype) if gain is None or gain.dtype != x.dtype else y.to(x.dtype) * gain
+    return (x * r if gain is None else x * r * gain).to(x.dtype)  # rounded once
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -91,9 +90,7 @@ def gained_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if _one_kernel(x, gain):
         return fused_norm(x, gain, eps)
     r = mean_square(x).add_(eps).rsqrt_()  # vector_norm would read x once, but it rounds differently from Hugging Face
-    if gain.dtype != x.dtype:
-        return (x * r * gain).to(x.dtype), r
-    return (x * r).to(x.dtype).mul_(gain), r
+    return (x * r).mul_(gain).to(x.dtype), r
 
 
 def gained_norm_vjp(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ def why_eager(config: Config) -> str | None:
     """Return why no step of this model can be compiled or captured, or None."""
     if config.linear:  # capturing would run a step several times
         return f"{config.name} has linear layers, whose states a step changes each time that it runs"
-    return f"{config.name} has experts, and the host reads how many rows each of them gets" if config.moe else None
+    return None
 
 
 def why_not(config: Config, mesh: Any, device: torch.device) -> str | None:

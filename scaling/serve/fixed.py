@@ -114,7 +114,7 @@ class Steps:
         most = M * self.page if self.page else min(self.room, max(LEAST, 1 << (longest - 1).bit_length()))
         key = len(rows), T, most, every, extent.full
         if key not in self.made:
-            self.made[key] = self._make(asked, T, Extent(0, most, most, extent.full), every)
+            self.made[key] = self._make(asked, T, Extent(0, most, most, extent.full, fixed=True), every)
         return self.made[key](asked)
 
     def _compute(self, params, held, asked, T: int, extent: Extent, every: bool, places: dict | None = None) -> Tensor:

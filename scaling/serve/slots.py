@@ -27,6 +27,7 @@ class Extent(NamedTuple):
         most: The most tokens that a row may hold after the call, which is the number of places that attention reads.
         full: Whether each row gets T new tokens.
         idle: Whether no row gets any.
+        fixed: Whether shapes may depend on no value, so that an expert computes all tokens, whatever they choose.
     """
 
     least: int
@@ -34,6 +35,7 @@ class Extent(NamedTuple):
     most: int
     full: bool = False
     idle: bool = False
+    fixed: bool = False
 
     @classmethod
     def of(cls, held: Sequence[int], new: Sequence[int], T: int) -> "Extent":

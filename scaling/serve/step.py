@@ -140,8 +140,8 @@ def logits_of(
 ) -> Tensor:
     """Return the logits of tokens[B, T], of which lengths[b] are real, and write their keys and values to the cache.
 
-    Nothing is checked. Only experts read values on the host, so the call of any other model can be compiled or
-    captured.
+    Nothing is checked. The host reads values only for experts, and none if the extent is `fixed`: such a call can be
+    compiled or captured.
 
     Args:
         params: This rank's params, typed as in `specs`.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from probes import probes, shaken
+from probes import MORE, bound_of, of_bf16, probes, shaken
 from refused import by_words, refused
 from safetensors.torch import load_file, save_file
 
@@ -29,6 +29,7 @@ from scaling.strategies.transformer.types import stored_places
 from scaling.trace import trace
 
 TABLE = json.loads((Path(__file__).parent / "hugging_face.json").read_text())
+ERRORS = json.loads((Path(__file__).parent / "accuracy.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "a-real-model.md"
 TOKENS = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
 YARN = RopeScaling("yarn", 4.0, 1.0, 32.0, 16, mscale=0.8, mscale_all=1.2)
@@ -55,6 +56,13 @@ def test_loss_and_gradients_are_hugging_faces(name, tmp_path):
     for leaf, (norm, product) in row["grads"].items():
         assert got[leaf][0] == pytest.approx(norm, rel=1e-11), leaf
         assert got[leaf][1] == pytest.approx(product, rel=1e-11, abs=1e-11 * norm + 1e-15), leaf  # 0: keys' biases
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_logits_in_bf16_are_as_near_to_float32_as_theirs(name, tmp_path):
+    """The upper 95% bound of the mean of ours minus theirs (tests/oracles/accuracy.py), by prefill and decode."""
+    ours, theirs = of_bf16(config_from(TABLE[name]["written"], tmp_path)), ERRORS[name]
+    assert bound_of(ours, theirs) <= MORE.get(name, 0) * sum(theirs) / len(theirs)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -18,7 +18,7 @@ from scaling.serve.forms.heads import embed as embed
 from scaling.serve.forms.heads import head as head
 from scaling.serve.forms.heads import mlp as dense_mlp
 from scaling.serve.forms.heads import normed_result as normed_result
-from scaling.strategies.expert import experts_of, moe
+from scaling.serve.forms.heads import routed
 
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
@@ -31,5 +31,5 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     y, rows = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps), len(x)
     y = F.pad(y, (0, 0, 0, 0, 0, -rows % at.mesh.sizes.get("Y", 1)))
     y = shard("y[B_E, T, D] -> y[B_EY, T, D]", y, at.mesh)
-    Out, _ = moe(experts_of(W, at.config), y, at.config, at.mesh, "EY", spec="y[B_EY, T, D]")  # two AllToAlls
+    Out = routed(W, y, at, "EY", "y[B_EY, T, D]")  # two AllToAlls
     return all_gather("Out[B_EY, T, D] -> Out[B_E, T, D]", Out, at.mesh)[:rows]  # on the critical path

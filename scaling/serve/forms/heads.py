@@ -17,6 +17,7 @@ from scaling.collectives import all_gather, all_reduce, einsum, masked
 from scaling.models.layer import Context, activate_features, attend_heads, biased, normed, rms
 from scaling.serve.types import experts_axis
 from scaling.strategies.expert import experts_of, moe
+from scaling.strategies.expert.routing import ExpertAxes
 
 
 def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
@@ -45,12 +46,17 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     """x[B_ZE, T_C, D] -> Out[B_ZE, T_C, D]; experts get their own rows."""
     y, _ = normed(W, "norm_mlp", x, at.config, rms)
     if "router" in W:
-        axis = experts_axis(at.mesh, "heads")
-        return moe(experts_of(W, at.config), y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T_C, D]")[0]
+        return routed(W, y, at, experts_axis(at.mesh, "heads"), "y[B_ZE, T_C, D]", "Y")
     Act = activate_features(W, {"y": y}, at)["Act"]
     Out = einsum("Act[B_ZE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_ZE, T_C, D] {U_Y}", Act, W["W_out"])
     Out = all_reduce("Out[B_ZE, T_C, D] {U_Y} -> Out[B_ZE, T_C, D]", Out, at.mesh)
     return biased(Out, W, "b_out")
+
+
+def routed(W: dict, y: Tensor, at: Context, axis: ExpertAxes, spec: str, tensor: ExpertAxes = None) -> Tensor:
+    """Return Out, typed like y, of a layer's experts over `axis`; every expert computes all tokens of a fixed step."""
+    experts, fixed = experts_of(W), at.slots.extent.fixed
+    return moe(experts, y, at.config, at.mesh, axis, tensor=tensor, spec=spec, fixed=fixed)[0]
 
 
 def normed_result(W: dict, name: str, Out: Tensor, at: Context) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, shard
 from scaling.models.layer import Context, biased, biased_features, finish_heads, gate_features, normed, rms
 from scaling.serve.forms.heads import normed_result as normed_result
-from scaling.strategies.expert import experts_of, moe
+from scaling.serve.forms.heads import routed
 
 
 def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
@@ -41,7 +41,7 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D] -> Out[B, T, D]; every rank has some features of each expert."""
     y, _ = normed(W, "norm_mlp", x, at.config, rms)
     if "router" in W:
-        return moe(experts_of(W, at.config), y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
+        return routed(W, y, at, None, "y[B, T, D]", "YZ")
     Tmp = einsum("y[B, T, D] * W_in[D, F_YZ] -> Tmp[B, T, F_YZ]", y, W["W_in"])
     Gate = einsum("y[B, T, D] * W_gate[D, F_YZ] -> Gate[B, T, F_YZ]", y, W["W_gate"]) if "W_gate" in W else None
     Act = gate_features(*biased_features(W, Tmp, Gate), at.config)["Act"]

@@ -7,6 +7,7 @@ the stream, F/(YZ) within a block. Attention has its heads over Y and Z. The cac
 are the queries, by a ReduceScatter and an AllToAll.
 """
 
+import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, reduce_scatter, shard
@@ -24,10 +25,12 @@ def normed_result(W: dict, name: str, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ] -> y[B, T, D_XYZ]: a norm that the model has, by means over the whole of D."""
     if (gain := gain_of(W, name, x, at.config)) is None:
         return x
+    y = x
     if at.config.centered:
-        x = x - all_reduce("m[B, T, 1] {U_XYZ} -> m[B, T, 1]", x.mean(-1, keepdim=True), at.mesh, op="mean")
-    square = all_reduce("s[B, T, 1] {U_XYZ} -> s[B, T, 1]", mean_square(x), at.mesh, op="mean")
-    return biased(rms_norm(x, square, gain=gain, eps=at.config.eps), W, f"b_{name}")
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = y - all_reduce("m[B, T, 1] {U_XYZ} -> m[B, T, 1]", y.mean(-1, keepdim=True), at.mesh, op="mean")
+    square = all_reduce("s[B, T, 1] {U_XYZ} -> s[B, T, 1]", mean_square(y), at.mesh, op="mean")
+    return biased(rms_norm(y, square, gain=gain, eps=at.config.eps), W, f"b_{name}").to(x.dtype)
 
 
 def _normed(W: dict, name: str, x: Tensor, at: Context) -> Tensor:

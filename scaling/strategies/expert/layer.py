@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import all_gather, all_reduce, ragged_all_to_all, reduce_scatter
+from scaling.collectives import all_gather, all_reduce, all_to_all, ragged_all_to_all, reduce_scatter
 from scaling.collectives.checked import alike
 from scaling.configs import Config
 from scaling.models.moe import balance_loss, by_expert, mlp, router_logits, shared_experts, weigh, z_loss
@@ -35,6 +35,7 @@ def moe(
     tensor=None,
     spec: str | None = None,
     routing: Routing | None = None,
+    fixed: bool = False,
 ) -> tuple[Tensor, dict]:
     """x[B_axis, T, D] -> (y[B_axis, T, D], aux), equal to `scaling.models.moe.dense` on one device.
 
@@ -49,6 +50,7 @@ def moe(
         spec: The type of x if more axes split it, `x[B_XE, T_C, D]`. If T is split over `tensor` last, `x[B_X, T_Y,
             D]`, so is the T of y.
         routing: The result of `route_tokens` for this x, if a backward pass computes the layer again.
+        fixed: Whether every expert computes every token, as in `route_tokens`.
 
     Returns:
         y and aux. aux has "balance" and "z", this rank's terms of the losses over the global batch, unreduced over the
@@ -57,12 +59,12 @@ def moe(
         Cotangents follow the law (notation.md): W_in's, W_gate's and W_out's are unreduced over axes of x that are not
         the experts', the router's and shared's over all axes of x, and the router's and x's over `tensor`.
     """
-    at = expert_layout(config, mesh, axis, tensor, spec)
+    at = expert_layout(mesh, config.E, axis, tensor, spec)
     if not torch.compiler.is_compiling():
         check_layer(params, x, config, mesh, at)
         alike(mesh, "moe", (*at.experts, *at.tensor), config=config, axis=axis, tensor=tensor, spec=spec)
     if routing is None:
-        routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
+        routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec, fixed=fixed)
     if at.sequence:
         x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh)
     tokens = x.flatten(0, 1)
@@ -70,14 +72,14 @@ def moe(
     Row = routing.rows.spread(tokens)
     if at.experts:
         line = f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]"
-        Row = ragged_all_to_all(line, Row, routing.sends, routing.receives, mesh)  # 2. critical path
+        Row = _exchanged(line, Row, routing, at, mesh)  # 2. critical path
     Row = Row if routing.order is None else Row.index_select(0, routing.order)
     copies = mesh.size(at.tensor)
     Out = by_expert(partial(mlp, clamp=config.clamp, over=at.Y, parts=copies), params, Row, routing.counts)  # 3.
     Out = Out if routing.back is None else Out.index_select(0, routing.back)
     if at.experts:
         line = f"Out[G, E{at.X}, R, D]{at.U} -> Out[G{at.X}, E, R, D]{at.U}"
-        Out = ragged_all_to_all(line, Out, routing.receives, routing.sends, mesh)  # 4. critical path
+        Out = _exchanged(line, Out, routing, at, mesh, back=True)  # 4. critical path
     y = routing.rows.collect(Out, weigh(logits, routing.experts, config))  # 5.
     if "shared" in params:
         y = y + shared_experts(params["shared"], tokens, partial(mlp, over=at.Y))
@@ -89,6 +91,16 @@ def moe(
     logits, count = logits.view(*x.shape[:-1], -1), len(tokens) * at.ranks
     balance = balance_loss(logits, routing.balanced, config, count, len(x) * mesh.size(at.batch)) / copies
     return y, {"balance": balance, "z": z_loss(logits, count) / copies, "load": routing.load}
+
+
+def _exchanged(line: str, x: Tensor, routing: Routing, at: ExpertLayout, mesh, back: bool = False) -> Tensor:
+    """Return the rows after the AllToAll of this line. If their numbers are fixed, R is a dim like any other."""
+    ends = (routing.receives, routing.sends) if back else (routing.sends, routing.receives)
+    if not isinstance(routing.counts, int):
+        return ragged_all_to_all(line, x, *ends, mesh)
+    ranks = mesh.size(at.experts)
+    rows = x.unflatten(0, (ranks if back else 1, -1, routing.counts // ranks))
+    return all_to_all(line, rows, mesh).flatten(0, 2)
 
 
 def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout) -> None:

@@ -8,7 +8,6 @@ would drop other tokens. T_C must be in plain order: under a capacity, bring x o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, shard
 from scaling.configs import Config
-from scaling.models.moe import Rows, balanced_load, capacity_of, choose_experts, expert_rows, load_of, position
+from scaling.models.moe import OF_EACH, Rows, balanced_load, capacity_of, choose_experts, expert_rows, load_of, position
 from scaling.spec import ShardingError, format_axes, parse
 
 ExpertAxes = str | Sequence[str] | None
@@ -51,13 +50,12 @@ def specs(config: Config, axis: ExpertAxes = "X", tensor: ExpertAxes = None) -> 
     return types | ({"shared": shared} if config.shared else {})
 
 
-def experts_of(W: dict, config: Config) -> dict:
+def experts_of(W: dict) -> dict:
     """Return the params of a Transformer layer that belong to its experts, as `specs` names them."""
-    return {name: W[name] for name in specs(config) if name in W}
+    return {name: W[name] for name in ("router", *OF_EACH, "b_router", "bias", "shared") if name in W}
 
 
-@dataclass(frozen=True)
-class ExpertLayout:
+class ExpertLayout(NamedTuple):
     """The mesh axes that split experts (X), F (Y), B and T, and their subscripts in the types.
 
     Attributes:
@@ -65,51 +63,37 @@ class ExpertLayout:
         tensor: The axes of F.
         batch: The axes of B.
         time: The axes of T.
+        tokens: The axes of the tokens' dims B and T.
         sequence: Whether x and y have T split over Y as well, `T_Y`.
         ranks: The number of parts that the tokens are split into.
+        X: The subscript of the experts' axes.
+        Y: The subscript of F's axes.
+        U: The mark of partial sums over F, such as " {U_Y}", or "" if F is whole.
+        BT: The dims B and T, with their axes.
+        BT_Y: The dims B and T, with T split over F's axes as well.
     """
 
     experts: tuple[str, ...]
     tensor: tuple[str, ...]
     batch: tuple[str, ...]
     time: tuple[str, ...]
+    tokens: tuple[str, ...]
     sequence: bool
     ranks: int
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """The axes of the tokens' dims B and T."""
-        return self.batch + self.time
-
-    @property
-    def X(self) -> str:
-        """The subscript of the experts' axes."""
-        return _on(self.experts)
-
-    @property
-    def Y(self) -> str:
-        """The subscript of F's axes."""
-        return _on(self.tensor)
-
-    @property
-    def U(self) -> str:
-        """The mark of partial sums over F, such as " {U_Y}", or "" if F is whole."""
-        return f" {{U{self.Y}}}" if self.tensor else ""
-
-    @property
-    def BT(self) -> str:
-        """The dims B and T, with their axes."""
-        return f"B{_on(self.batch)}, T{_on(self.time)}"
-
-    @property
-    def BT_Y(self) -> str:
-        """The dims B and T, with T split over F's axes as well."""
-        return f"B{_on(self.batch)}, T{_on(self.time + self.tensor)}"
+    X: str
+    Y: str
+    U: str
+    BT: str
+    BT_Y: str
 
 
-def expert_layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> ExpertLayout:
+def expert_layout(mesh, E: int, axis: ExpertAxes, tensor: ExpertAxes = None, spec: str | None = None) -> ExpertLayout:
     """Return the layout on the axes that the mesh has. Raise ShardingError if they do not fit, or E does not divide."""
+    axes = (some if some is None or isinstance(some, str) else tuple(some) for some in (axis, tensor))
+    return mesh.constant(_layout, E, *axes, spec)
 
+
+def _layout(mesh, E: int, axis: ExpertAxes, tensor: ExpertAxes, spec: str | None) -> ExpertLayout:
     def there(axes) -> tuple[str, ...]:
         return tuple(a for a in axes if a in mesh.sizes)
 
@@ -126,12 +110,14 @@ def expert_layout(config: Config, mesh, axis, tensor=None, spec: str | None = No
         raise ShardingError(f"{rule}\n  fix: split F over axes that split neither tokens nor experts, not {tensor}")
     if not set(experts) <= {*batch, *time}:
         raise ShardingError(f"{rule}\n  fix: split B over the experts' axes {format_axes(experts)}, too")
-    if config.E % mesh.size(experts):
+    if E % mesh.size(experts):
         raise ShardingError(
-            f"W_in[E{_on(experts)}, D, F]: {config.E} experts do not divide over {mesh.size(experts)} ranks\n"
+            f"W_in[E{_on(experts)}, D, F]: {E} experts do not divide over {mesh.size(experts)} ranks\n"
             f"  fix: give {format_axes(experts)} a size that divides E"
         )
-    return ExpertLayout(experts, Y, batch, time, sequence, mesh.size(batch + time))
+    B, U = f"B{_on(batch)}", f" {{U{_on(Y)}}}" if Y else ""
+    subscripts = _on(experts), _on(Y), U, f"{B}, T{_on(time)}", f"{B}, T{_on(time + Y)}"
+    return ExpertLayout(experts, Y, batch, time, batch + time, sequence, mesh.size(batch + time), *subscripts)
 
 
 class Routing(NamedTuple):
@@ -144,7 +130,7 @@ class Routing(NamedTuple):
         rows: The rows of this rank's choices.
         sends: How many rows this rank sends to each rank.
         receives: How many rows this rank receives from each rank.
-        counts: The rows of each expert that this rank holds.
+        counts: The rows of each expert that this rank holds, or one number if all have equally many.
         order: The permutation from the order of arrival, by rank, to the experts' order. None if the rows arrive in it.
         back: The inverse of `order`.
     """
@@ -155,19 +141,21 @@ class Routing(NamedTuple):
     rows: Rows
     sends: tuple[int, ...]
     receives: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...] | int
     order: Tensor | None = None
     back: Tensor | None = None
 
 
 def route_tokens(
-    params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None
+    params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None, fixed: bool = False
 ) -> Routing:
     """Decide which experts the tokens of x go to. The arguments are as in `moe`, and all ranks call it together.
 
+    If `fixed`, every expert computes every token, and the results of those that a token has not chosen are left out.
+    The numbers of rows then depend on shapes alone, so the host reads none. All ranks must have equally many tokens.
     On an AbstractMesh every expert gets equally many rows, or is full if there is a capacity.
     """
-    at = expert_layout(config, mesh, axis, tensor, spec)
+    at = expert_layout(mesh, config.E, axis, tensor, spec)
     experts = choose_experts(x, params["router"], config, params.get("bias"), params.get("b_router"))
     if at.sequence:
         experts = all_gather(f"e[{at.BT_Y}, K] -> e[{at.BT}, K]", experts, mesh)
@@ -182,6 +170,8 @@ def route_tokens(
         load, places = _places(experts, segments, config.E, at, mesh)
         kept = places < capacity
     balanced = _balanced(chosen, load, config, mesh, at)
+    if fixed:
+        return _all_tokens(experts, load, config.E, mesh.size(at.experts), balanced)
     if experts.is_meta:
         return _even(experts, load, capacity, config, mesh, at, balanced)
     rows = expert_rows(experts, config.E, kept)
@@ -195,6 +185,20 @@ def route_tokens(
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receives)).argsort(stable=True)
         back = order.argsort()
     return Routing(experts, load, balanced, rows, tuple(sends), tuple(receives), tuple(counts), order, back)
+
+
+def _all_tokens(experts: Tensor, load: Tensor, E: int, groups: int, balanced: Tensor) -> Routing:
+    """Return the routing by which each of the E experts, split over so many groups, gets all n tokens of each group."""
+    (n, k), local = experts.shape, E // groups
+    token = torch.arange(n, device=experts.device)
+    rows = Rows((token * k).repeat(E), experts * n + token[:, None], torch.full_like(load, n))
+    arrived = torch.arange(groups * local * n, device=experts.device)
+    order, back = (
+        arrived.view(parts, -1, n).transpose(0, 1).flatten() if groups > 1 and local > 1 else None
+        for parts in (groups, local)
+    )
+    sent = (local * n,) * groups
+    return Routing(experts, load, balanced, rows, sent, sent, groups * n, order, back)
 
 
 def _balanced(experts: Tensor, load: Tensor, config: Config, mesh, at: ExpertLayout) -> Tensor:

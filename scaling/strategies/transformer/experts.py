@@ -23,13 +23,13 @@ def experts(W: dict, s: dict, at: Any) -> tuple[Tensor, Tensor, dict]:
     if "routing" not in s:
         with torch.no_grad():
             y = rms_norm(s["mid"], gain=own["norm_mlp"], eps=config.eps)
-            s = s | {"routing": route_tokens(experts_of(own, config), y, config, mesh, "E", **GIVEN)}
+            s = s | {"routing": route_tokens(experts_of(own), y, config, mesh, "E", **GIVEN)}
         for log in open_logs:
             log.loads.append(s["routing"].load)
 
     def computed(W: dict, mid: Tensor) -> tuple[Tensor, Tensor]:
         y = rms_norm(mid, gain=W["norm_mlp"], eps=config.eps)
-        Out, aux = moe(experts_of(W, config), y, config, mesh, "E", **GIVEN, routing=s["routing"])
+        Out, aux = moe(experts_of(W), y, config, mesh, "E", **GIVEN, routing=s["routing"])
         return Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]
 
     (Out, extra), pull = vjp(computed, own, s["mid"])
@@ -45,4 +45,4 @@ def experts_backward(W: dict, dOut: Tensor, scale: float, s: dict, at: Any) -> t
 
 def owned(W: dict, at: Any) -> dict:
     """Return the leaves of a layer that belong to its experts and their norm."""
-    return {"norm_mlp": W["norm_mlp"]} | experts_of(W, at.config)
+    return {"norm_mlp": W["norm_mlp"]} | experts_of(W)
