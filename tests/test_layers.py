@@ -50,7 +50,7 @@ INSIDE = {  # a module: what it imports inside functions
     "scaling.train.dcp": "torch.distributed.checkpoint",  # it takes a second to import; rank 0 alone writes it
     "scaling.train.command": "scaling.plan.choose",  # a run that is started again plans nothing
     # they need the extra serve:
-    "scaling.serve.command": "scaling.serve.web.gate scaling.serve.web.server scaling.serve.web.words",
+    "scaling.serve.command": "scaling.serve.web.app scaling.serve.web.server scaling.serve.web.words",
     "scaling.exercise.judge": "scaling.exercise.ranks",  # the site's pages judge the other exercises, without torch
     # a mesh to train on is planned without torch:
     "scaling.plan.__main__": "scaling.plan.own_run",

@@ -65,7 +65,7 @@ def load_sharded(
     """Read (config, params) as `load` does, but only this rank's shards by `specs` (None: whole params).
 
     The rest of the files is not read. `places` is as in `models.transformer.init`. `stored` is a tree like the params
-    of functions, by which each leaf is stored once it is read (`serve.weights.quantizers`).
+    of functions, by which each leaf is stored once it is read (`serve.types.quantizers`).
     """
     folder = Path(folder)
     config = _config(folder)

@@ -4,14 +4,14 @@ Call `generate(params, prompts, config, max_new_tokens)`, or `prefill` and `deco
 reading at `generation.generate`, which is one screen over `step.prefill` and `step.decode`. The names of this package
 are loaded when they are first used, because the scheduler and the simulator need no torch.
 
-    types    the types of params and caches, by form
-    cache    init_cache: contiguous, in pages, 8 bits      slots    tokens' places in it, and which they see
+    types    the types of params and caches, by form; weights with scales
+    cache    init_cache: contiguous, in pages, 8 bits; moved to another mesh
+    slots    the new tokens' places in a cache, and which places they see
     step     prefill, decode, extend
-    fixed    decode steps of few shapes without host reads; capture: as CUDA graphs
+    fixed    decode steps of few shapes without host reads, compiled or captured; a model with its pages
     forms    one listing for each way to shard a decode step
-    generation                   generate, stream, score
-    sampling, weights, handover  from logits to tokens; weights with scales; a cache moved to another mesh
-    requests                     a request as data, and read from JSON
+    sampling, generation         from logits to tokens; generate, stream, score
+    fields, requests             JSON; a request as data
     states, pages, scheduler     the engine's state machine, without torch
     simulate, engine             a trace of requests in time: modelled, and computed
     text, loading                for the commands `generate` and `serve`
@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING
 from scaling.common.lazy import lazy
 
 if TYPE_CHECKING:
-    from scaling.serve.cache import init_cache
+    from scaling.serve.cache import init_cache, move
     from scaling.serve.generation import generate, score, stream
-    from scaling.serve.handover import move
     from scaling.serve.requests import Sampling
     from scaling.serve.step import decode, extend, prefill
-    from scaling.serve.types import cache_specs, specs
-    from scaling.serve.weights import quantize
+    from scaling.serve.types import cache_specs, quantize, specs
 
 __all__ = [
     "Sampling",
@@ -47,13 +45,11 @@ __all__ = [
 ]
 
 _HOMES = {  # module -> its names that are passed on here
-    "scaling.serve.cache": ("init_cache",),
+    "scaling.serve.cache": ("init_cache", "move"),
     "scaling.serve.generation": ("generate", "score", "stream"),
-    "scaling.serve.handover": ("move",),
     "scaling.serve.requests": ("Sampling",),
     "scaling.serve.step": ("decode", "extend", "prefill"),
-    "scaling.serve.types": ("cache_specs", "specs"),
-    "scaling.serve.weights": ("quantize",),
+    "scaling.serve.types": ("cache_specs", "quantize", "specs"),
 }
 
 __getattr__, __dir__ = lazy("scaling.serve", _HOMES)

@@ -161,7 +161,7 @@ def _options(args, what: Served, pages: int, groups: int) -> Options:
 def _over_http(args, what: Served, options: Options) -> int:
     """Serve HTTP until Ctrl-C."""
     try:
-        from scaling.serve.web import gate, server
+        from scaling.serve.web import app, server
         from scaling.serve.web.words import Model
     except ImportError as error:
         raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
@@ -169,7 +169,7 @@ def _over_http(args, what: Served, options: Options) -> int:
         what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens,
         longest_text(what.config), what.defaults.sampling or Sampling(1.0),
     )  # fmt: skip
-    args.key, args.cors = gate.read_key(args.key, args.key_file), [*map(gate.check_origin, args.cors)]
+    args.key, args.cors = app.read_key(args.key, args.key_file), [*map(app.check_origin, args.cors)]
     listener = server.listen(args.host, args.port) if first_rank() else None
     with server.passed_on():
         what.on_ranks(_serve_http, args, model, listener, timeout=FOR_EVER)

@@ -23,7 +23,7 @@ from torch import Tensor
 from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve.cache import share_of
-from scaling.serve.paged import PagedModel
+from scaling.serve.fixed import PagedModel
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive

@@ -1,10 +1,14 @@
-"""Steps of fixed shapes over one cache: one packed upload, and no value that is read on the host.
+"""Steps of fixed shapes over a cache: one packed upload, no value read on the host; and a model with its pages.
 
 A step of the engine or of `generate` gives each row some tokens, which follow the tokens in its cache. Ids, counts,
 starts and pages go to the device as one array of whole numbers. From it `step.logits_of` computes there where keys and
 values belong. If steps are compiled by torch.compile or captured as CUDA graphs (`capture`), their shapes are few:
 rows, tokens and pages are rounded up to powers of two, and attention reads a bucket of places under a mask. Each shape
 is compiled or captured when it is first needed. A prompt, with more than FEW tokens a row, keeps its exact shape.
+
+A replay of a graph reads and writes the memory that its capture saw, so params, cache and the static input stay in
+place. A step also runs to warm up, so it must give the same result however often it runs: the values that it writes to
+the cache may depend on its input alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +20,59 @@ from torch import Tensor
 
 from scaling.configs import Config
 from scaling.models.rope import table_kinds
-from scaling.serve.cache import capacity, share_of, writable
-from scaling.serve.capture import Captured, why_eager, why_not
-from scaling.serve.requests import check_served_text
+from scaling.serve import scheduler
+from scaling.serve.cache import capacity, init_cache, share_of, writable
+from scaling.serve.requests import Request, check_served_text
 from scaling.serve.slots import Extent
-from scaling.serve.step import check_room, logits_of, warn_beyond
-from scaling.serve.types import ONE
-from scaling.serve.weights import plain_leaf
+from scaling.serve.states import Move, Options, Work
+from scaling.serve.step import check_room, check_served, logits_of, warn_beyond
+from scaling.serve.types import ONE, plain_leaf
+
+WARM_UPS = 2  # runs before the capture, in which libraries allocate their workspaces
+
+
+def why_eager(config: Config) -> str | None:
+    """Return why no step of this model can be compiled or captured, or None."""
+    what = f"{config.name} has linear layers, whose states a step changes each time that it runs"
+    return what if config.linear else None
+
+
+def why_not(config: Config, mesh: Any, device: torch.device) -> str | None:
+    """Return why no step of this model can be captured here, or None if it can."""
+    if device.type != "cuda":
+        return f"there are no CUDA graphs on {device.type}"
+    if getattr(mesh, "checked", False) and mesh.size() > 1:
+        return "the ranks of a checked mesh compare their calls on the host"
+    return why_eager(config)
+
+
+class Captured:
+    """step(x) -> y of one input on the device, captured for x's shape. Each call returns new memory.
+
+    Args:
+        step: The function to capture.
+        x: An input of the shape.
+        pool: A handle of torch.cuda.graph_pool_handle. Graphs may share it if only one runs at a time.
+    """
+
+    def __init__(self, step: Callable[[Tensor], Tensor], x: Tensor, pool: Any):
+        self.x = x.clone()
+        side = torch.cuda.Stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                step(self.x)
+        torch.cuda.current_stream(x.device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.y = step(self.x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Copy x to the static input, replay, and return a copy of the result."""
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.y.clone()
+
 
 FEW = 8  # tokens of a row up to which a step has a fixed shape
 LEAST = 16  # places of the smallest bucket
@@ -145,3 +195,56 @@ class Steps:
             return step(self.params, held, asked, places)
 
         return run if self.why else Captured(run, asked, self.pool)
+
+
+NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
+
+
+class PagedModel:
+    """A model that holds this rank's params and its group's pages. If it is not `paged`, a page is a row of a cache."""
+
+    def __init__(
+        self,
+        params: dict,
+        config: Config,
+        options: Options,
+        mesh=None,
+        dtype=None,
+        form="heads",
+        paged: bool = True,
+        **steps,
+    ):
+        check_served(params, config, ONE if mesh is None else mesh, form)
+        self.device, self.page, self.groups, self.paged = plain_leaf(params).device, options.page, options.groups, paged
+        self.group = share_of(ONE if mesh is None else mesh, form).group
+        self.pools: dict[str, Steps] = {}
+        for worker, (pool, *_) in scheduler.initial(options).pools.items():
+            rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
+            cache = init_cache(config, self.groups * rows, length, mesh=mesh, dtype=dtype, page=page, form=form)
+            self.pools[worker] = Steps(params, config, cache, mesh, form, **steps)
+
+    def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
+        """Write all tokens to the cache; return Logits[B, V] after each work's last, or [B, T, V] after `every` one."""
+        pool = self.pools[worker]
+        height = max(sum(work.group == group for work in works) for group in range(self.groups))
+        height = pool.rounded(height) if self.paged else len(pool.cache["lengths"]) // self.groups
+        rows = [NO_WORK] * (height * self.groups)  # padding gives every group the same number of rows
+        free, places = [group * height for group in range(self.groups)], []
+        for work in works:
+            places.append(free[work.group] if self.paged else free[work.group] + work.pages[0])
+            rows[places[-1]] = work
+            free[work.group] += self.paged
+        pages = [w.pages for w in rows] if self.paged else ()
+        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every)
+        return logits[: len(works)] if places == [*range(len(works))] else logits[places]
+
+    def move(self, move: Move) -> None:
+        """Copy a prompt's pages from the pool of the worker that prefills to the decoder's, on its group's ranks."""
+        if move.group != self.group:
+            return
+        count = -(-move.tokens // self.page)
+        source, target = (torch.tensor(pages[:count], device=self.device) for pages in (move.source, move.target))
+        there, here = (self.pools[worker].cache for worker in ("prefill", "decode"))
+        for name in ("KV", "scale"):
+            if name in there:
+                here[name][:, :, target] = there[name][:, :, source]

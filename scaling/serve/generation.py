@@ -19,14 +19,12 @@ from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.cache import divisible, init_cache, share_of
 from scaling.serve.engine import Engine
-from scaling.serve.fixed import Steps
-from scaling.serve.paged import PagedModel
+from scaling.serve.fixed import PagedModel, Steps
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
 from scaling.serve.sampling import sample
 from scaling.serve.states import Arrive, Options, Work
 from scaling.serve.step import prefill
-from scaling.serve.types import ONE, check_mesh
-from scaling.serve.weights import plain_leaf
+from scaling.serve.types import ONE, check_mesh, plain_leaf
 
 
 class Token(NamedTuple):

@@ -31,8 +31,7 @@ from scaling.serve.cache import capacity, check_cache, share_of, writable
 from scaling.serve.forms import experts, heads, heads_batch, latent, linear, sequence, weights_2d
 from scaling.serve.requests import check_served_text, longest_text
 from scaling.serve.slots import Extent, Slots
-from scaling.serve.types import ONE, SPLIT_ROWS, specs
-from scaling.serve.weights import check_dtypes, floats, plain_leaf
+from scaling.serve.types import ONE, SPLIT_ROWS, check_dtypes, floats, plain_leaf, specs
 from scaling.spec import Format
 
 LISTINGS: dict[str, tuple[Any, Any]] = {  # (the module with embed, mlp and head, the module with attention)

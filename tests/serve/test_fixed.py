@@ -24,7 +24,7 @@ from scaling.generate.command import arguments
 from scaling.mesh import Mesh
 from scaling.models import hf, transformer
 from scaling.serve import fixed
-from scaling.serve.capture import why_not
+from scaling.serve.fixed import why_not
 from scaling.serve.loading import served_by
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE

@@ -12,7 +12,7 @@ for extra in ("starlette", "uvicorn", "prometheus_client", "httpx"):
 from http_server import running  # noqa: E402
 
 from scaling import __main__  # noqa: E402
-from scaling.serve.web import gate  # noqa: E402
+from scaling.serve.web import app  # noqa: E402
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 1})
 TARGETS = [  # of calls that need the key
@@ -77,18 +77,18 @@ def test_no_form_of_a_call_gets_past_the_key(locked):
 
 def test_a_key_comes_from_an_option_a_file_or_the_environment(tmp_path, monkeypatch, capsys):
     (file := tmp_path / "key").write_text("of-a-file\n")
-    assert gate.read_key(None, None) is None
+    assert app.read_key(None, None) is None
     monkeypatch.setenv("SCALING_KEY", "of-the-environment")
-    found = [gate.read_key(*given) for given in (("given", None), (None, file), (None, None))]
+    found = [app.read_key(*given) for given in (("given", None), (None, file), (None, None))]
     assert found == ["given", "of-a-file", "of-the-environment"]
     monkeypatch.setenv("SCALING_KEY", "")
     file.write_text("\n")
     for given in (("", None), (None, file), (None, None)):
         with pytest.raises(ValueError, match="the key is empty"):
-            gate.read_key(*given)
+            app.read_key(*given)
     for key in ("a b", "é", "a\n"):
         with pytest.raises(ValueError, match="no client can send this key"):
-            gate.read_key(key, None)
+            app.read_key(key, None)
     with pytest.raises(SystemExit):
         __main__.main(["serve", "--model", "x", "--port", "0", "--key", "a", "--key-file", str(file)])
     assert "not allowed with argument" in capsys.readouterr().err
@@ -110,4 +110,4 @@ def test_pages_of_other_origins(origin):
         assert other.get("access-control-allow-origin") == (None if origin != "*" else "*")
     for wrong in ("a.org", "https://a.org/", "https://a.org/b", "", "https://u@a.org"):
         with pytest.raises(ValueError, match="is not an origin"):
-            gate.check_origin(wrong)
+            app.check_origin(wrong)

@@ -12,11 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from scaling.models.text import ByteText, tokenizer  # noqa: E402
 from scaling.serve.requests import Request  # noqa: E402
 from scaling.serve.states import Options  # noqa: E402
-from scaling.serve.text import TextStream  # noqa: E402
-from scaling.serve.token_bytes import token_bytes_of  # noqa: E402
-from scaling.serve.web.answers import AnswerWriter  # noqa: E402
+from scaling.serve.text import TextStream, token_bytes_of  # noqa: E402
 from scaling.serve.web.desk import AnswerPiece, TokenNote  # noqa: E402
-from scaling.serve.web.words import ClientCall, Model  # noqa: E402
+from scaling.serve.web.words import AnswerWriter, ClientCall, Model  # noqa: E402
 
 TEXT = "漢字🙂 true"
 

@@ -18,8 +18,8 @@ from scaling.models import hf, transformer
 from scaling.models.ends import ends_of
 from scaling.models.text import ByteText, tokenizer_of
 from scaling.serve import command as serve
-from scaling.serve.defaults import defaults_of
 from scaling.serve.generation import generate
+from scaling.serve.loading import defaults_of
 from scaling.serve.requests import Sampling, longest_text, read_requests
 from scaling.serve.states import Options
 from scaling.serve.web.app import application
