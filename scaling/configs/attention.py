@@ -89,7 +89,8 @@ class RopeScaling:
     keeps wavelengths below original / high, and interpolates in between. `original` is the context of earlier training.
     yarn slows planes that turn fewer than `low` times in the original context by `factor`, and keeps planes that turn
     more than `high` times; rotated dims are multiplied by the factor of `mscale` over the factor of `mscale_all`, by
-    which latent attention multiplies all dims. With `truncate` the ramp between both starts and ends at whole planes.
+    which latent attention multiplies all dims; or rotated dims by `attention`, if given. With `truncate` the ramp
+    between both starts and ends at whole planes.
     longrope divides each plane's frequency by its own number of `short`, or of `long` in a text of more than `original`
     tokens, and multiplies rotated dims by `attention`; None is sqrt(1 + ln(factor) / ln(original)) (Ding et al. 2024,
     arxiv.org/abs/2402.13753).
@@ -120,8 +121,8 @@ class RopeScaling:
         names = {"original_max_position_embeddings": "original", "mscale_all_dim": "mscale_all"}
         names |= {"low_freq_factor": "low", "high_freq_factor": "high"} if kind == "llama3" else {}
         names |= {"beta_slow": "low", "beta_fast": "high"} if kind == "yarn" else {}
-        if kind == "longrope":
-            names |= {"short_factor": "short", "long_factor": "long", "attention_factor": "attention"}
+        names |= {"short_factor": "short", "long_factor": "long"} if kind == "longrope" else {}
+        names |= {"attention_factor": "attention"} if kind in ("yarn", "longrope") else {}
         given = {names.get(key, key): value for key, value in table.items() if value is not None}
         needed = ("factor",) if kind == "llama3" and "kind" in table else NEEDED.get(kind, ())
         if missing := [name for name in needed if name not in given]:
@@ -131,8 +132,6 @@ class RopeScaling:
             )
         if kind == "yarn":
             given |= {name: given.get(name) or usual for name, usual in (("low", 1.0), ("high", 32.0))}
-            if "attention_factor" in given:
-                kind = "yarn with attention_factor"
         numbers = [field.name for field in fields(RopeScaling) if field.name != "kind"]
         numbers = ["factor", "original", "short", "long", "attention"] if kind == "longrope" else numbers
         return RopeScaling(kind, **{key: given[key] for key in numbers if key in given})

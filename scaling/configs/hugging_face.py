@@ -73,7 +73,7 @@ TYPES: dict[str, type] = dict.fromkeys((*COUNTS.split(), *LATENT, *LINEAR.values
 TYPES |= dict.fromkeys(DROPOUTS, float)
 TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "swiglu_alpha"), float)
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), str)
-TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
+TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "mlp_layer_types", "moe_layers", "no_rope_layers"), list)
 BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention", "qk_layernorm")
 BOOLS += ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention")
 TYPES |= dict.fromkeys(BOOLS, bool)
@@ -174,10 +174,10 @@ def _experts(found: dict, read: dict, kind: ModelType) -> list[str]:
         found |= {"expert_groups": 1, "top_groups": 1}
     if found.get("F_shared") and not found.get("shared"):
         found["shared"] = 1
-    among = L - _sparse_layers(read, L)
-    if found.get("E", 1) > 1 and among:
-        found["dense_layers"] = among
-        said += ["dense layers among those with experts"] if among < L else []
+    dense = _dense_layers(read, L)
+    if found.get("E", 1) > 1 and dense:
+        found["dense_layers"] = len(dense)
+        said += ["dense layers among those with experts"] if dense != [*range(len(dense))] else []
     if found.get("dense_layers"):
         found["F_dense"] = read.get("intermediate_size_mlp") or read.get("intermediate_size") or found.get("F", 0)
         if found["dense_layers"] >= L:  # none has experts
@@ -187,13 +187,18 @@ def _experts(found: dict, read: dict, kind: ModelType) -> list[str]:
     return said
 
 
-def _sparse_layers(read: dict, L: int) -> int:
-    """Return how many layers have experts, by the keys with which classes mix them with dense ones."""
+def _dense_layers(read: dict, L: int) -> list[int]:
+    """Return the layers without experts, by the keys with which classes mix them with those that have experts."""
+    if "mlp_layer_types" in read:
+        types = read["mlp_layer_types"] or ["dense"] + ["sparse"] * (L - 1)
+        if len(types) < L:
+            raise ValueError(f"mlp_layer_types has {len(types)} entries for {L} layers\n  fix: give one for each layer")
+        return [i for i in range(L) if types[i] != "sparse"]
     if (listed := read.get("moe_layers")) is not None:
-        return len(listed)
+        return [i for i in range(L) if i not in listed]
     step = read.get("decoder_sparse_step") or read.get("interleave_moe_layer_step") or 1
     dense = set(read.get("mlp_only_layers") or ())
-    return sum((i + 1) % step == 0 and i not in dense for i in range(L))
+    return [i for i in range(L) if (i + 1) % step or i in dense]
 
 
 def _linear(read: dict, L: int) -> Linear | None:
@@ -277,10 +282,14 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     found += [f"{key}={read[key]}" for key in DROPOUTS if read.get(key)]
     found += unread_quantization(table)
     given = scaling_of(table)
-    partial = given.get("partial_rotary_factor", table.get("partial_rotary_factor"))
-    scaled = given.get("rope_type", given.get("type", "default")) != "default"
-    if partial not in (None, 1.0) and (scaled or not kind.architecture) and kind.partial is None:  # else it is ignored
-        found.append(f"partial_rotary_factor {partial}")
+    for each in (
+        given,
+        *(each for each in given.values() if isinstance(each, dict)),
+    ):
+        partial = each.get("partial_rotary_factor", table.get("partial_rotary_factor"))
+        scaled = each.get("rope_type", each.get("type", "default")) != "default"
+        if partial not in (None, 1.0) and (scaled or not kind.architecture) and kind.partial is None:  # else ignored
+            found.append(f"partial_rotary_factor {partial}")
     if "qk_rope_head_dim" in kind.keys and table.get("head_dim", rope := read["qk_rope_head_dim"]) != rope:
         found.append(f"head_dim {table['head_dim']} beside qk_rope_head_dim {rope}")  # the class turns so many dims
     if kind.architecture and not {"head_dim", "qk_rope_head_dim"} & {*kind.keys}:  # the class's parts differ in it

@@ -104,9 +104,10 @@ def _table(config: Config, kind: str) -> dict:
             table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
         if scaling.kind == "longrope":
             table["rope_scaling"] |= {"short_factor": [*scaling.short], "long_factor": [*scaling.long]}
-            table["rope_scaling"] |= {"attention_factor": scaling.attention} if scaling.attention is not None else {}
             place = table if "original_max_position_embeddings" in keys else table["rope_scaling"]
             place["original_max_position_embeddings"] = scaling.original
+        if scaling.attention is not None:
+            table["rope_scaling"]["attention_factor"] = scaling.attention
         if scaling.kind == "yarn" or config.latent:
             given = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
             table["rope_scaling"] |= {key: value for key, value in given.items() if value}
@@ -116,8 +117,13 @@ def _table(config: Config, kind: str) -> dict:
         table |= {"head_dim": latent.rope, "scoring_func": config.routing}
     if "topk_method" in keys:
         table["topk_method"] = "greedy" if config.expert_groups == 1 else "group_limited_greedy"
+    dense = config.dense_layers if config.moe else config.L  # layers without experts, the first ones
     if "first_k_dense_replace" in keys:
-        table["first_k_dense_replace"] = config.dense_layers if config.moe else config.L
+        table["first_k_dense_replace"] = dense
+    if "mlp_only_layers" in keys:
+        table["mlp_only_layers"] = [*range(dense)]
+    if "mlp_layer_types" in keys:
+        table["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (config.L - dense)
     if KINDS[kind].rope and not config.rope_scaling:
         table["rope_parameters"] = {"rope_type": "default", "rope_theta": config.theta}
     if KINDS[kind].local_theta is not None and config.local_theta is not None:
@@ -143,7 +149,6 @@ def _table(config: Config, kind: str) -> dict:
         table |= {key: getattr(linear, name) for name, key in LINEAR.items()} if linear else {}
         kinds = ["full_attention" if l in config.attending else "linear_attention" for l in range(config.L)]
         table["layer_types"] = kinds
-        table |= {} if config.moe else {"mlp_only_layers": [*range(config.L)]}
     if "no_rope_layers" in keys:
         table["no_rope_layers"] = [int(l not in config.unrotated) for l in range(config.L)]
     return table

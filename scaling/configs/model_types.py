@@ -6,7 +6,7 @@ transformers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -101,6 +101,13 @@ DEEPSEEK_V3 = _without(_keys(
     n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4, norm_topk_prob=True,
     routed_scaling_factor=2.5, first_k_dense_replace=3,
 ), "head_dim")  # fmt: skip  # the class takes qk_rope_head_dim for it
+GLM4_MOE_LITE = _without(DEEPSEEK_V3, "first_k_dense_replace") | {
+    "vocab_size": 154880, "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "intermediate_size": 10240, "max_position_embeddings": 202752, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "moe_intermediate_size": 1536, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
+    "mlp_layer_types": None,
+}  # fmt: skip
 GEMMA_1 = _keys(
     vocab_size=256000, hidden_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16,
     head_dim=256, intermediate_size=24576, max_position_embeddings=8192, hidden_act="gelu_pytorch_tanh",
@@ -290,6 +297,7 @@ KINDS: dict[str, ModelType] = {
         aliases={"num_experts": "n_routed_experts"},
         fixed={"norm_topk": False},
     ),
+    "glm4_moe_lite": replace(_V3, architecture="Glm4MoeLiteForCausalLM", keys=GLM4_MOE_LITE, partial=1.0),
     "kimi_k2": _V3,  # its own code is DeepSeek-V3's
     "gemma": ModelType(
         "GemmaForCausalLM",

@@ -268,6 +268,7 @@ def uncomputed(config: Config) -> list[str]:
     headed |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
     headed |= {"parallel blocks": config.parallel, "soft caps of scores": config.score_cap, "sinks": config.sinks}
     headed |= {"head_gate": config.head_gate, "unrotated layers": config.unrotated, "score_scale": config.score_scale}
+    headed |= {f"rotary_share={config.rotary_share}": config.rotary_share != 1}
     found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
     apart = {"dense_layers": config.dense_layers, "latent attention": config.latent, "a window": any(config.windows)}
     apart |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}

@@ -111,9 +111,10 @@ def _length(scaling: RopeScaling) -> float:
 
     Peng et al. 2023, arxiv.org/abs/2309.00071.
     """
+    if scaling.attention is not None:
+        return scaling.attention
     if scaling.kind == "longrope":
-        grown = math.sqrt(1 + math.log(max(1.0, scaling.factor)) / math.log(scaling.original))
-        return grown if scaling.attention is None else scaling.attention
+        return math.sqrt(1 + math.log(max(1.0, scaling.factor)) / math.log(scaling.original))
     if scaling.kind != "yarn":
         return 1.0
     if scaling.mscale and scaling.mscale_all:

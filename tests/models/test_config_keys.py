@@ -71,6 +71,7 @@ BASES = {  # a small model of each type
     "qwen3_next": SMALL | EXPERTS | NEXT,
     "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
     "glm4_moe": SMALL | EXPERTS | {"n_routed_experts": 8, "n_group": 2},
+    "glm4_moe_lite": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
     "deepseek_v3": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
 }
 ROPE = {"rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "beta_fast": 8.0}

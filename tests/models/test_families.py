@@ -28,6 +28,7 @@ FAMILIES = (  # rows of the table
     "cohere2", "exaone4", "llama mlp biases", "qwen2 moe", "granite moe", "gemma2", "gpt oss", "glm4 moe normed",
     "deepseek v2", "deepseek v2 lite", "cohere norms", "stablelm norms", "nemotron", "arcee", "vaultgemma", "hunyuan",
     "phi3 short", "phi3 long", "gpt2", "phi", "olmo", "olmoe clipped",
+    "glm4 moe lite",
 )  # fmt: skip
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]

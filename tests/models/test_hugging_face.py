@@ -200,11 +200,11 @@ def test_without_a_library_it_says_what_to_install(tmp_path, monkeypatch):
 RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
 BASE = {"hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
 BASE |= {"num_key_value_heads": 4}
-YARN_ELSEWHERE = {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}
+YARN_OF_KIND = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
     "model_type 'bloom'": {"model_type": "bloom"},
     "model_type 'deepseek_v32'": {"model_type": "deepseek_v32", "scoring_func": "sigmoid"} | RANKS,
-    "model_type 'glm4_moe_lite'": {"model_type": "glm4_moe_lite", "n_routed_experts": 4} | RANKS,
+    "latent attention with rotary_share=0.5": {"model_type": "glm4_moe_lite", "partial_rotary_factor": 0.5} | RANKS,
     "model_type 'kimi_k25'": {"model_type": "kimi_k25", "text_config": {"model_type": "llama"} | BASE},
     "per_layer_config": {"per_layer_config": {"0": {"intermediate_size": 8}}},
     "is_causal false": {"is_causal": False},
@@ -212,14 +212,20 @@ UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says ot
     "rotary positions of 3 dims, an odd number": {"head_dim": 3},
     "latent attention with biases": {"model_type": "deepseek_v3", "attention_bias": True} | RANKS,
     "rope_scaling of type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "of type 'yarn with": {"model_type": "qwen2", "rope_parameters": YARN_ELSEWHERE},
     "of type 'by layer'": {"rope_parameters": {"a": {"rope_type": "default"}}},
     "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "partial_rotary_factor 0.75": {
+        "model_type": "olmo3",
+        "rope_parameters": {
+            "full_attention": YARN_OF_KIND | {"partial_rotary_factor": 0.75},
+            "sliding_attention": {"rope_type": "default"},
+        },
+    },
     "norms of heads with biases": {"model_type": "phi", "qk_layernorm": True},
     "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
     "hidden_act 'xielu'": {"hidden_act": "xielu"},
     "embedding_dropout=0.1": {"model_type": "starcoder2", "embedding_dropout": 0.1},
-    "dense layers": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    "dense layers": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
 }
 
 

@@ -85,6 +85,10 @@ CASES = {
     "deepseek dense, halves": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2, "rope_interleave": False}),
     "deepseek dense first": ("DeepseekV3", LATENT | {"first_k_dense_replace": 1, "num_hidden_layers": 3}),
     "deepseek yarn": ("DeepseekV3", LATENT | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}),
+    "glm4 moe lite": (
+        "Glm4MoeLite",
+        {key: LATENT[key] for key in LATENT if key != "first_k_dense_replace"} | {"num_hidden_layers": 3},
+    ),
     "qwen2 moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 20}),
     "granite moe": (
         "GraniteMoe",
