@@ -11,7 +11,7 @@ from scaling.plan.evaluate import Estimate
 from scaling.plan.job import AXES, Question
 from scaling.plan.one_layer import as_dict as pass_dict
 from scaling.plan.one_layer import layer_chart, layer_passes
-from scaling.plan.report import AXIS_WORDS, LAYOUT, Budget, cost_of_run, described_layout, folded, size
+from scaling.plan.report import AXIS_WORDS, LAYOUT, Budget, bottlenecks, cost_of_run, described_layout, folded, size
 
 SHARES = (1.0, 0.5, 0.25)  # shares of the memory that a layout may use, in the Pareto table
 WEIGHED = ("data", "fsdp", "pod")  # axes that move weights, whose bytes do not depend on the batch
@@ -100,18 +100,6 @@ def links(chip: Chip, factor: float) -> Chip:
     levels = tuple(replace(level, link_bw=level.link_bw * factor) for level in chip.levels)
     measured = tuple(replace(row, bandwidth=row.bandwidth * factor) for row in chip.measured)
     return replace(chip, levels=levels, measured=measured, **fields)
-
-
-def bottlenecks(found: Estimate) -> list[tuple[str, float]]:
-    """Return (what, share of the forecast step), the longest first."""
-    words = {
-        "matmuls": "matmuls", "attention": "attention's dot products", "memory": "what passes through memory",
-        "recomputed": "activations computed again", "critical": "waiting for collectives within layers",
-        "weights": "waiting for weights", "bubble": "the pipeline's bubble", "once": "reducing gradients at the end",
-        "update": "the optimizer",
-    }  # fmt: skip
-    parts = [(words[name], float(value) / found.forecast) for name, value in vars(found.parts).items()]
-    return sorted((part for part in parts if part[1] >= 0.0005), key=lambda part: -part[1])
 
 
 def break_evens(found: Estimate) -> list[str]:

@@ -110,8 +110,8 @@ def frugal_rungs(job: Job, gpu: Chip, gpus: int) -> list[tuple[Frugal, Climbed]]
     return found
 
 
-def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
-    """Return the ladder as a table, and the choice; if nothing fits, by how much, and what would help."""
+def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, bool]:
+    """Return the ladder as a table with the choice, or with what would help; and whether anything fits."""
     steps = climb(job, gpu, gpus)
     free, params = steps[0].found.room, job.work.params
     rows = []
@@ -142,7 +142,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
             lines += ["The model fits one GPU: more of them make it faster, not possible."]
         if timed and chosen.found.cost.bound != "compute":
             lines += ["It is bound by communication: a larger batch, or faster links, would help."]
-        return folded(lines)
+        return folded(lines), True
     best = min(steps, key=lambda step: float(step.found.held.total))
     if frugal := frugal_rungs(job, gpu, gpus):
         way, chosen = frugal[0]
@@ -154,11 +154,11 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
         for way, rung in frugal:
             held = size(float(rung.found.held.total) + way.adapters)
             lines.append(f"  {way.name}: {held} a GPU ({rung.rung.name}); {way.says}")
-        return folded(lines)
+        return folded(lines), True
     over = size(float(best.found.held.total) - free)
     lines += [f"Nothing fits: {best.rung.name} is {over} too large for the {size(free)}.", "What would help:"]
     lines += [f"  {helps}" for helps in help_needed(plans(job, gpu, gpus))["helps"]]
-    return folded([*lines, f"  a model of at most {size(free * gpus / state).replace(' GB', 'e9')} params"])
+    return folded([*lines, f"  a model of at most {size(free * gpus / state).replace(' GB', 'e9')} params"]), False
 
 
 def quantity(text: str) -> float:
@@ -229,5 +229,6 @@ def main(arguments: list[str]) -> int:
         get(args.model), sequences * args.seq, args.seq, param_bytes=each, grad_bytes=each,
         optimizer_bytes=args.optimizer_bytes,
     )  # fmt: skip
-    print(advice(job, gpu, args.gpus, timed=bool(args.gpu or args.flops)))
-    return int(choose_rung(climb(job, gpu, args.gpus)) is None and not frugal_rungs(job, gpu, args.gpus))
+    text, fits = advice(job, gpu, args.gpus, timed=bool(args.gpu or args.flops))
+    print(text)
+    return int(not fits)

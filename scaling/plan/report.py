@@ -135,15 +135,15 @@ def memory_line(found: Estimate) -> str:
     return f"Memory a chip: {', '.join([*parts, *acts])}; {size(float(found.held.total))} in all"
 
 
-def forecast_line(found: Estimate) -> str:
-    """Return the shares of the forecast, as a line."""
+def bottlenecks(found: Estimate) -> list[tuple[str, float]]:
+    """Return (what, share of the forecast step), the longest first."""
     words = {
         "matmuls": "matmuls", "attention": "attention", "memory": "memory", "recomputed": "recomputing",
         "critical": "waiting for collectives", "weights": "weights not hidden", "bubble": "bubble",
         "once": "reducing gradients", "update": "optimizer",
     }  # fmt: skip
-    shares = {name: float(getattr(found.parts, name)) / found.forecast for name in words}
-    return ", ".join(f"{words[name]} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+    parts = [(words[name], float(value) / found.forecast) for name, value in vars(found.parts).items()]
+    return sorted((part for part in parts if part[1] >= 0.0005), key=lambda part: -part[1])
 
 
 def described_layout(found: Estimate, name: str = "") -> str:
@@ -190,7 +190,7 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
         f"Bound:    {best.bound:.4g} s a step, MFU at most {best.mfu_limit:.0%}, set by {bound_by(best)}; "
         f"{best.worst:.4g} s if nothing overlapped",
         f"Forecast: {best.forecast:.4g} s a step, MFU {best.mfu:.0%}, {best.per_chip:,.0f} tokens/s a chip",
-        f"          {forecast_line(best)}",
+        f"          {', '.join(f'{word} {share:.0%}' for word, share in bottlenecks(best) if share >= 0.005)}",
         f"          {error_line(job, chip)}",
         memory_line(best) + f", of {size(best.room)} ({job.headroom:.0%} of {size(chip.hbm_bytes)})",
     ]

@@ -18,7 +18,7 @@ from scaling.plan import Job, Stack, explain, guide, plans
 from scaling.plan.__main__ import main
 from scaling.plan.job import Fixed, Question
 from scaling.plan.one_layer import layer_chart, layer_passes, svg_of
-from scaling.plan.report import Budget
+from scaling.plan.report import Budget, bottlenecks
 from scaling.plan.serve import published as serving
 
 H100, L8, L70 = chip("h100"), get("llama3-8b"), get("llama3-70b")
@@ -307,4 +307,4 @@ def test_break_evens_are_where_the_axis_takes_as_long_as_computing():
     assert f"{share:.0%} of computing" in said
     slower = plans(job, explain.links(H100, share), 64, Fixed((("data", 64),), microbatches=1))[0]
     assert max(dict(part.axes)["data"] / part.math for part in slower.cost.parts) == pytest.approx(1, rel=0.01)
-    assert sum(share for _, share in explain.bottlenecks(found)) == pytest.approx(1, abs=0.005)
+    assert sum(share for _, share in bottlenecks(found)) == pytest.approx(1, abs=0.005)

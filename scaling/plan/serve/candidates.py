@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from scaling import cost
 from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.cost import decoding, serving
-from scaling.cost import transformer as tm
 from scaling.cost.memory import ROOM
 from scaling.hardware import Chip
-from scaling.plan.serve.forecast import ENGINES, first_token, likely_token
+from scaling.plan.serve.forecast import ENGINES, PromptRun, first_token, likely_token
 from scaling.spec import dtype_bytes
 
 OBJECTIVES = ("throughput", "latency")
@@ -33,7 +31,7 @@ class Service:
     half of the output, the average that a step reads and that many sequences hold, and int8 caches with their scales.
     `latency`: the most seconds of a step; `ttft`, `tpot`: the most that may be forecast for the first token and for
     each further one by `engine`; None for any. `copied`: experts of the config that are stored twice. `headroom`: the
-    share of the memory to fill. `mfu`: the MFU of prefill.
+    share of the memory to fill. `mfu`: the MFU of prefill on TPUs.
     """
 
     config: Config
@@ -184,15 +182,8 @@ class ServingPlan:
 
     @cached_property
     def prefill(self) -> float:
-        """Seconds of one prompt on this slice: its FLOPs at the service's MFU, or tensor parallelism's AllReduces."""
-        s, peak = self.service, self.chip.flops(self.service.compute)
-        compute = cost.seconds_at(tm.prefill_flops(s.config, s.prompt), self.chips, peak, s.mfu)
-        width = dtype_bytes("bf16") * s.prompt * s.config.D
-        moved = decoding.StepCollective("AllReduce", "X", "Y", width, 2 * s.config.L)
-        reduced = (
-            decoding.collective_seconds(moved, self.chip, self.shape, {"Y": self.chips}) if self.chips > 1 else 0.0
-        )
-        return max(compute, reduced)
+        """Seconds of one prompt on this slice, as forecast."""
+        return PromptRun(self.service, self.chip, self.shape).taken(self.chips)
 
     @property
     def prefill_servers(self) -> float:

@@ -65,7 +65,7 @@ def _parser() -> Parser:
         "--headroom", type=number(1e-6, 1), default=ROOM, help=f"fraction of the memory to plan with (default {ROOM})"
     )
     parser.add_argument(
-        "--mfu", type=number(1e-6, 1), default=0.4, help="model FLOPs utilization of prefill (default 0.4)"
+        "--mfu", type=number(1e-6, 1), default=0.4, help="model FLOPs utilization of prefill on TPUs (default 0.4)"
     )
     parser.add_argument("--price", type=number(1e-6), help="dollars per chip-hour (default: the book's, if it has one)")
     parser.add_argument("--top", type=integer(), default=5, help="how many other plans to show (default 5)")

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scaling.cost import decoding
 from scaling.cost import transformer as tm
 from scaling.hardware import Chip
 
@@ -87,11 +88,16 @@ WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for such chips, in units of a pr
 
 @dataclass(frozen=True)
 class PromptRun:
-    """The times of a prompt on so many chips: the seconds of its work, and the seconds in which its kernels start."""
+    """The times of a prompt on a slice: the seconds of its work, and the seconds in which its kernels start."""
 
     service: "Service"
     chip: Chip
-    chips: int
+    shape: tuple[int, ...]
+
+    @property
+    def chips(self) -> int:
+        """The number of chips."""
+        return math.prod(self.shape)
 
     @property
     def peak(self) -> float:
@@ -103,7 +109,11 @@ class PromptRun:
         """Return the seconds in which the chips compute and send, if `ranks` of them share attention."""
         c, chip = self.service.config, self.chip
         if chip.kind != "gpu":
-            return self.peak / self.service.mfu
+            width = 2 * self.service.prompt * c.D
+            moved = decoding.StepCollective("AllReduce", "X", "Y", width, 2 * c.L)
+            sizes = {"Y": self.chips}
+            reduced = decoding.collective_seconds(moved, chip, self.shape, sizes) if self.chips > 1 else 0.0
+            return max(self.peak / self.service.mfu, reduced)
         sent = 2 * c.L * 2 * self.service.prompt * c.D / chip.bandwidth("node")  # switches add the partial sums
         return PROMPT[c.moe] * self.peak + (sent if ranks > 1 else 0.0)
 
@@ -133,7 +143,7 @@ class PromptRun:
 
 def first_token(plan: "ServingPlan") -> float:
     """Return the likely seconds to a request's first token (TTFT), where prompts run between the steps."""
-    s, own = plan.service, PromptRun(plan.service, plan.chip, plan.chips)
+    s, own = plan.service, PromptRun(plan.service, plan.chip, plan.shape)
     work = own.taken(plan.chips // plan.groups)
     before = ENGINES[s.engine].queue * (plan.batch - 1) * (work + own.kernels * s.prompt / CHUNK)
     apart = APART * s.config.L if plan.groups > 1 and plan.chip.kind == "gpu" else 0.0
@@ -176,7 +186,7 @@ def likely_token(plan: "ServingPlan") -> Forecast:
         sent = rates.sent * nbytes / chip.bandwidth("node") + 2 * c.L * rates.hop * math.log2(ranks)
     else:
         sent = rates.sent * sum(plan.comms.values())
-    prompt = rates.prompts * PromptRun(s, chip, plan.chips).peak
+    prompt = rates.prompts * PromptRun(s, chip, plan.shape).peak
     kernels = c.L * starts + rates.host * own
     between = 0.0 if plan.apart else (prompt * plan.batch + rates.prompt * c.L * own) / s.generated
     return Forecast(

@@ -60,7 +60,7 @@ def cache_move(plan: ServingPlan) -> float:
 def prompt_servers(service: Service, chip: Chip, chips: int | None, most: int) -> Iterator[PromptRun]:
     """Yield the slices on which a prompt, with the weights, fits and is in time."""
     for shape in slice_shapes(chip, None, min(most, chips - 1) if chips else most):
-        one = PromptRun(service, chip, math.prod(shape))
+        one = PromptRun(service, chip, shape)
         room = service.headroom * one.chips * chip.need("hbm_bytes")
         held = service.load.weights + service.load.kv(service.prompt)
         if held <= room and (service.ttft is None or one.alone <= service.ttft):

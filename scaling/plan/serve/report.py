@@ -65,7 +65,7 @@ def _first_off_by(one: ServingPlan) -> str:
     """Return the error of a forecast of the first token, as a sentence without its full stop."""
     name, engine = one.service.engine, ENGINES[one.service.engine]
     if one.chip.kind != "gpu":
-        return f"by {one.service.mfu:.0%} MFU; no measured row tells how far off that is"
+        return f"at {one.service.mfu:.0%} MFU; no measured row tells how far off that is"
     return f"{engine.rows} measured rows of {name} are off by {engine.error:.0%} in the median"
 
 
@@ -179,7 +179,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"Binds:      {step.bound}; the matmuls are compute-bound from a batch of {compute_bound_from(best):,.0f}. HBM "
         f"is busy {min(1.0, (step.kv + step.weights) / step.seconds):.0%} of the step, with weights alone "
         f"{step.weights / step.seconds:.0%}",
-        f"Prefill:    {best.prefill:.3g} s for {s.prompt:,} tokens at {s.mfu:.0%} MFU on as many chips: "
+        f"Prefill:    {best.prefill:.3g} s for {s.prompt:,} tokens on as many chips: "
         f"{best.prefill_servers:.3g} prefill servers for each that generates {s.generated:,} tokens a request",
         *(f"Note:       {note}." for note in notes(best)),
     ]

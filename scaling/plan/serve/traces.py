@@ -1,13 +1,11 @@
 """A plan under load: random requests through the engine's own scheduler, in the cost model's time.
 
     served = under_load(best, rate=2.0, policy="chunked", count=64, seed=0)       a scaling.serve.simulate.Simulated
-    print(gantt(served, 40), histogram(...))
+    print(gantt(served, 40))
 
 `scaling.serve.scheduler` decides the steps, as it does in the engine; only their times are modelled.
 """
 
-import itertools
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -89,23 +87,8 @@ def gantt(served: Simulated, width: int = 80, rows: int = 16) -> str:
     return "\n".join([text_of(shown, width, served.seconds, idle=" ", fill=""), *more])
 
 
-def histogram(values: Sequence[float], unit: float = 1e-3, bins: int = 8, width: int = 40) -> str:
-    """Draw a histogram of values as bars, in bins of equal width in the logarithm, in `unit`s."""
-    known = sorted(v for v in values if not math.isnan(v) and v > 0)
-    if not known:
-        return "  (none)"
-    low, high = known[0], max(known[-1], known[0] * 1.01)
-    edges = [low * (high / low) ** (i / bins) for i in range(bins)] + [math.inf]
-    counts = [sum(a <= v < b for v in known) for a, b in itertools.pairwise(edges)]
-    return "\n".join(
-        f"  from {edge / unit:>9,.4g} {count:>5} {'#' * round(width * count / max(counts))}".rstrip()
-        for edge, count in zip(edges, counts, strict=False)
-    )
-
-
 def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
     """Return the text that is printed under the plan."""
-    tpot, ttft = ([getattr(times, what) for times in served.requests.values()] for what in ("tpot", "ttft"))
     slices = "two slices, one that prefills" if policy == "disaggregated" else "one slice"
     at = {(what, p): 1e3 * served.percentile(what, p) for what in ("ttft", "tpot") for p in (50, 95)}
     return "\n".join([
@@ -113,7 +96,6 @@ def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
         f"  {served.throughput:,.0f} tokens/s; TTFT p50 {at['ttft', 50]:,.4g} ms, p95 {at['ttft', 95]:,.4g} ms; "
         f"TPOT p50 {at['tpot', 50]:,.4g} ms, p95 {at['tpot', 95]:,.4g} ms",
         "", f"Slots, {served.seconds:.3g} s across: P prompt, d decode, . waiting", gantt(served),
-        "", "TTFT, ms, and requests", histogram(ttft), "", "TPOT, ms, and requests", histogram(tpot),
     ])  # fmt: skip
 
 
