@@ -31,7 +31,7 @@ class Rates:
     """The time of each kind of work as a multiple of its time at the peak, and the seconds of overheads.
 
     `weights`, `kv`, `flops`, `prompts`, `sent`: reading weights and caches, FLOPs, prompts between steps, bytes sent.
-    Seconds: `layer` and `experts`, the kernels of a layer, and of a layer of experts; `hop`, an AllReduce, for each
+    Seconds: `layer` and `experts`, the kernels of a layer, and of a layer of experts; `hop`, a collective, for each
     doubling of its ranks; `apart`, a layer whose sequences are on replicas of attention; `prompt`, a layer for each
     prompt that runs between steps; `host`, a sequence, on the host.
     """
@@ -183,7 +183,13 @@ def likely_token(plan: "ServingPlan") -> Forecast:
     starts = rates.layer + (rates.experts if c.moe else 0.0) + (rates.apart if plan.groups > 1 else 0.0)
     if chip.kind == "gpu":
         nbytes = 2 * c.L * 2 * (1 - 1 / ranks) * own * c.D * 2
-        sent = rates.sent * nbytes / chip.bandwidth("node") + 2 * c.L * rates.hop * math.log2(ranks)
+        sizes = dict(plan.sizes)
+        moved = decoding.collectives(plan.form, c, plan.batch, sizes)  # `apart` has those over E, and AllToAlls
+        hops = (
+            one.times * math.log2(math.prod(sizes.get(axis, 1) for axis in one.axes))
+            for one in moved if one.op != "AllToAll" and "E" not in one.axes
+        )  # fmt: skip
+        sent = rates.sent * nbytes / chip.bandwidth("node") + rates.hop * sum(hops)
     else:
         sent = rates.sent * sum(plan.comms.values())
     prompt = rates.prompts * PromptRun(s, chip, plan.shape).peak
