@@ -45,10 +45,13 @@ except ValueError as error:
 
 # %% [markdown]
 # ## A program on its way to the machine
-# A profile shows operations that nobody wrote, so it helps to know where they come from. The book's program multiplies
-# float32 by bfloat16. JAX passes it on as StableHLO, XLA as HLO, and then as LLO and machine code. In torch the same
-# program is a list of operations that run one at a time, a graph of them, two graphs for a forward and a backward pass,
-# and code.
+# A roofline says how long a line should take, and a profile how long it does. Where the two agree there is nothing to
+# gain; where they don't, the profile says which line to look at. That is the method of this part. But a profile shows
+# operations that nobody wrote, so it helps to know where they come from.
+#
+# The book's program multiplies float32 by bfloat16. JAX passes it on as StableHLO, XLA as HLO, and then as LLO and
+# machine code. In torch the same program is a list of operations that run one at a time, a graph of them, two graphs
+# for a forward and a backward pass, and code.
 
 
 # %%
@@ -81,9 +84,12 @@ page.answers([
 
 # %% [markdown]
 # ## How to read an XLA op
-# An operation's text begins with the result's type and shape, its layout and its memory; then follow the operands. A
-# layout lists the dims from minor to major, then the tiles: the two minor dims are padded to whole tiles. The pictures
-# show, for each element, its position in memory.
+# An operation's text begins with the result's dtype and shape. Then come its layout, in braces, and the memory in which
+# it is, S(0) or nothing for HBM and S(1) for VMEM. Then come the operands. A layout lists the dims from minor, whose
+# neighbours are adjacent in memory, to major. T(8,128) says that the two minor dims are stored in tiles of 8 x 128, the
+# size of a TPU's vector register, and padded to whole tiles; a second pair divides each tile again. Tiles matter in a
+# profile because padding costs memory, and because XLA copies an array when two operations want different ones. The
+# pictures show, for each element, its position in memory.
 
 # %%
 OP = (
@@ -122,7 +128,8 @@ page.answers([
 # %% [markdown]
 # ## The example profile, by formula
 # The book's example uses 4-way data and 2-way model parallelism on 8 cores of TPU v2. These are the largest line of its
-# block and its ReduceScatter. A profile shows one device's share: batch 8 of 32, and 16,384 of 32,768 features.
+# block and its ReduceScatter. A profile shows one device's share, a batch of 8 sequences and 16,384 features; times the
+# mesh these are 32 and 32,768. Both lines take what the formula says, so nothing is wrong with them.
 
 # %%
 core, link = chip("v2").flops("bf16") / 2, chip("v2").bandwidth("ici", axes=1)
@@ -148,7 +155,10 @@ page.answers([
 # ## The same block of ours, profiled
 # Now the lines of the same block run on ranks, at the size of a laptop. They are predicted by this machine's own
 # roofline, which consists of its FLOPs/s, its bytes/s, and the times of its collectives, all measured on the same ranks
-# first. A line that is far from its roof deserves a look.
+# first. The profile has a row for each line, with the mean of a step in milliseconds: the time of a collective is
+# `exposed` while nothing else runs, `hidden` while products run beside it, and `waiting` until the last rank has come
+# ("2.10 for 1": rank 1 was the last). `predicted` is the roofline's time, and `of roof` is predicted over measured. A
+# line far below 100% deserves a look. On a machine that other programs use, every line may be far below it.
 
 # %%
 b, t, d, f, n, h = 2, 128, 256, 1024, 8, 32  # on each rank
@@ -197,7 +207,7 @@ def calibrated(mesh) -> Chip:
 
 
 # %% [markdown]
-# First the steps are profiled. Then follow five more in which the last rank comes 30 ms late, and the profile has to
+# First some steps are profiled. Then follow five more in which the last rank comes 30 ms late, and the profile has to
 # name it.
 
 
@@ -241,8 +251,9 @@ page.say(f"\nthe parts' sum is {off[STEPS // 2]:.2%} off the step that a clock o
 
 # %% [markdown]
 # ## Memory
-# The memory viewer of the block shows, for each line, the bytes that are live after it, and the most until the next
-# line.
+# When a program runs out of memory, one asks which arrays were there at that moment. The memory viewer of the block
+# shows, for each line, the bytes that are live after it, and the most until the next line. Here Tmp[B_X, T, F_Y], the
+# widest array, makes the difference.
 
 # %%
 page.title("Live tensors in the first step, without params and x")

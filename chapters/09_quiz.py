@@ -191,10 +191,10 @@ page.answers([
 
 # %% [markdown]
 # ## Question 2: a naive program, and a corrected one
-# A layer runs in auto mode on the ranks of --mesh. In the naive program the array between its two products loses the
-# split of the batch, as may happen when a compiler guesses. The mended program differs by that type alone;
-# `explicit.reshard` is JAX's `with_sharding_constraint`. Before you read on: how many times as many FLOPs does a device
-# compute in the naive one?
+# A layer runs in auto mode on the ranks of --mesh, so the planner inserts the collectives (10_modes.py). In the naive
+# program the array between its two products loses the split of the batch, as may happen when a compiler guesses. The
+# mended program differs by that type alone; `explicit.reshard` is JAX's `with_sharding_constraint`. Before you read on:
+# how many times as many FLOPs does a device compute in the naive one?
 
 
 # %%
@@ -255,8 +255,9 @@ page.equal([("the mended program's result", difference(same, Out), SINGLE)], "th
 
 # %% [markdown]
 # ## Question 2: the book's profile
-# The sizes of the example in 09_profiling.py can be read from its profile alone: local shapes, times the mesh. At the
-# roofline of eight cores of a TPU v2, each part's share of the time is its share of the FLOPs.
+# The sizes of the example in 09_profiling.py can be read from its profile alone: they are the local shapes times the
+# mesh. At the roofline of eight cores of a TPU v2, each part's share of the time is its share of the FLOPs. So the MLP
+# should take two thirds of a layer; if a profile shows another share, that part is the one to look at.
 
 # %%
 core, X, Y = chip("v2").flops("bf16") / 2, 4, 2

@@ -125,9 +125,9 @@ page.answers([
 # The book's example is A[1024, 2048] W[2048, 8192] on a mesh X=2, Y=4, with a ring along Y, in bf16 on a v5e. A device
 # multiplies its blocks one by one, each in the time of its FLOPs or of its bytes from HBM. One product of a ring runs
 # beside no hop, the last one if shards travel, the first one if sums do. So a form takes T/n + max(hops, T (n-1)/n),
-# where T is the time of its product. An AllReduce also shows the rounds at its two ends. Each hop costs at least a
-# microsecond. The last column changes with the size: for small sizes, the latency of many hops is more than the time
-# that they hide.
+# where T is the time of its product. In an AllReduce the rounds at its two ends are not hidden. Each hop costs at least
+# a microsecond. In the table, `apart` is the collective and then the product, and the last column says whether hiding
+# wins. It changes with the size: for small sizes, the latency of many hops is more than the time that they hide.
 
 # %%
 V5E, n = chip("v5e"), 4
@@ -168,7 +168,7 @@ for size in ((512, 2048, 8192), (512, 2048, 2048), (64, 2048, 8192), (4096, 8192
         verdict = "wins" if min(one, both) < 0.99 * serial else "loses" if min(one, both) > 1.01 * serial else "even"
         rows.append((f"{size}", form, *(f"{1e6 * t:.1f}" for t in (product, serial, one, both)), verdict))
 page.title(f"us on {n} v5e in a ring along Y, by the roofline: B, D, F")
-page.table(rows, ["size", "form", "product", "apart", "one way", "both ways", "it"])
+page.table(rows, ["size", "form", "product", "apart", "one way", "both ways", "hiding"])
 book = (512, 2048, 8192)
 product, serial, _ = seconds(*book, "AllGather", 2)
 page.answers([

@@ -54,8 +54,9 @@ page.table([
 
 # %% [markdown]
 # ## Explicit mode
-# In explicit mode an array carries its type, and every function knows the type of its result. Communication happens
-# only by `reshard`, or where the result's type is given as `out`.
+# In explicit mode an array carries its type, and every function knows the type of its result. So one sees how a value
+# is sharded where it is made, and not in a profile. Communication happens only by `reshard`, or where the result's type
+# is given as `out`.
 
 # %%
 page.title("Explicit: the type of a result")
@@ -88,8 +89,10 @@ for what, call in REFUSED.items():
 
 # %% [markdown]
 # ## Auto mode
-# In auto mode one types the inputs and outputs, and the planner chooses all types in between. It weighs every layout of
-# every value, and sends the least. `explicit.reshard` inside the program is JAX's `with_sharding_constraint`.
+# In auto mode one types the inputs and outputs, and the planner chooses all types in between. It compares the layouts
+# of every value, and takes those that send the fewest bytes. The listings below are its choices: the same product ends
+# with an AllReduce or a ReduceScatter, as the type of its result asks. To overrule it, one gives a value inside the
+# program a type by `explicit.reshard`, which is JAX's `with_sharding_constraint`.
 
 
 # %%
@@ -200,9 +203,9 @@ BLOCKS = {  # the texts, the types of inputs and output, and the shapes
 
 # %% [markdown]
 # Values and gradients are compared with one device's. The lists count what each mode sent in the forward pass and in
-# both passes, from the shards of its arguments to the shards of its gradients. `shard_map` returns whole arrays.
-# Programs that do nothing else count the communication for this, which is subtracted from its list. Single numbers,
-# such as the loss, are not counted.
+# both passes, from the shards of its arguments to the shards of its gradients. `shard_map` returns whole arrays and has
+# to send something for that, which the others do not. So two programs that only return whole arrays are counted as
+# well, and subtracted. Single numbers, such as the loss, are not counted.
 
 
 # %%

@@ -95,11 +95,14 @@ page.answers([
 
 # %% [markdown]
 # ## Question 2: experts, one device
-# Question 2 wants Out[s] = A[s] W[B[s]], and later the mean of k of them, without an array [S, D, F]. A loop over the
-# experts that masks tokens spends E/k times the FLOPs; if tokens are sorted into groups, each is multiplied k times.
-# The second dim of the hint's buffer [E, S, D] has size S because all tokens may choose one expert, which is one of the
-# cases below. In part 2, the planner gathers all of A for the buffer's program, as the book says that a compiler does:
-# see its first line.
+# There are S tokens A[S, D] and E experts W[E, D, F], and B[s] is the expert that token s has chosen. Question 2 wants
+# Out[s] = A[s] W[B[s]], and later the mean over k experts a token. The obvious W[B] would be an array [S, D, F], far
+# too large. A loop over the experts that masks tokens multiplies every token with every expert, E/k times the FLOPs
+# that are needed. If tokens are sorted into groups by expert, each is multiplied k times.
+#
+# The book's hint is a buffer [E, S, D]. Its second dim has size S because all tokens may choose one expert, which is
+# one of the cases below. In part 2, the planner gathers all of A for the buffer's program, as the book says that a
+# compiler does: see its first line.
 
 # %%
 S, D, F, E, k = 16 * n, 12, 16, 2 * n, 2
@@ -185,10 +188,11 @@ page.equal([(name, off, EXACT) for name, (off, *_) in rows.items()])
 # %% [markdown]
 # ## Question 2: experts, on a mesh
 # There are two ways to bring tokens to experts. With an AllGather every device has all tokens and computes its own
-# experts' terms, which are then reduced and scattered: the bytes do not depend on the choices. With ragged AllToAlls a
-# token goes only where one of its experts is, and a device holds other devices' tokens one chunk at a time, at most |Y|
-# chunk k rows. Compare the bytes where half of the experts are empty, and where all tokens go to the last device: then
-# the others send their tokens, and it sends all results back.
+# experts' terms, which are then reduced and scattered. That is simple, and its bytes do not depend on the choices, but
+# every token goes everywhere. With ragged AllToAlls a token goes only where one of its experts is. A device takes the
+# other devices' tokens one chunk at a time, so that it holds at most |Y| chunk k rows, however uneven the choices are.
+# Compare the bytes where half of the experts are empty, and where all tokens go to the last device: then the others
+# send their tokens, and it sends all results back.
 
 # %%
 WAYS = {"gathered": {}, "ragged": {"chunk": 8}, "ragged, at once": {"chunk": S}}

@@ -42,6 +42,13 @@ page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, seed=True)
 EXACT = 1e-12
 
 # %% [markdown]
+# ## Why write for one device?
+# With `jax.jit` a program sees whole arrays, and the compiler decides what is sent. Some programs are hard to write
+# that way, such as "the first four numbers of each shard", and sometimes the compiler sends more than necessary. In a
+# `shard_map` the code sees one device's shard as an ordinary array, and nothing is sent but what it asks for: `psum` is
+# an AllReduce, `psum_scatter` a ReduceScatter, `ppermute` a CollectivePermute. The price is that one has to write all
+# of it, and to say rightly what varies from device to device; the last section shows what is refused.
+#
 # ## The first example
 # On a mesh of 2 by 4, each device has 64 of 512 numbers, takes its first four, and the devices compute their mean. The
 # specs may be JAX's text or types: `P(('x', 'y'))` is `x[I_{x,y}]`. With `in_process=True` one process computes all
@@ -65,9 +72,10 @@ page.check("slice_and_average", torch.equal(found, numbers.view(8, 64)[:, :4].me
 
 # %% [markdown]
 # ## The second example: a collective matmul
-# This program computes A[B_X, D_Y] * W[D, F_Y] -> Out[B_X, F_Y] without an AllGather. Each device begins with its own
-# columns of A and the matching rows of W, and then receives the next columns from its right neighbour. `axis_index`
-# differs by device, so Python cannot branch on it; it is a tensor, at which a slice may start.
+# This program computes A[B_X, D_Y] * W[D, F_Y] -> Out[B_X, F_Y] without an AllGather, for which the product would have
+# to wait. Each device begins with its own columns of A and the matching rows of W, and then receives the next columns
+# from its right neighbour, which can travel while it multiplies. `axis_index` differs by device, so Python cannot
+# branch on it; it is a tensor, at which a slice may start.
 
 
 # %%
@@ -123,12 +131,14 @@ page.check("ranks and one process have the same collectives", sent == sent_here)
 
 # %% [markdown]
 # ## How gradients follow from types
-# A value varies over an axis or is invariant: `vma(x)` names the axes over which it varies. A cotangent has the type of
-# its value. W below is the same on every device of X, and its gradient is summed although no psum is written. When W
-# meets x, which varies over X, it first becomes varying (`pvary`), and the transpose of that is a psum. In the notation
-# of the other chapters the sum is a line, `all_reduce("dW[D] {U_X} -> dW[D]", ...)`. JAX has a type for that law as
-# well. A *reduced* value is the same on all devices, and its gradient is *unreduced*, `{U_X}`: then the caller writes
-# the psum, which may be a psum_scatter.
+# A value varies over an axis, or it is invariant, the same on all devices along it: `vma(x)` names the axes over which
+# x varies. In JAX a gradient has the type of its value. So W below, which is the same on every device of X, has a
+# gradient that is the same everywhere, and it is summed although no psum is written. When W meets x, which varies over
+# X, it first becomes varying (`pvary`), and the transpose of that is a psum.
+#
+# In the notation of the other chapters the sum is a line, `all_reduce("dW[D] {U_X} -> dW[D]", ...)`, because one may
+# want to delay it or to write a ReduceScatter. JAX has a type for that law as well. A *reduced* value is the same on
+# all devices, and its gradient is *unreduced*, `{U_X}`: then the caller writes the psum, which may be a psum_scatter.
 
 # %%
 FOUR = AbstractMesh({"X": 4, "Y": 2})
@@ -169,9 +179,9 @@ page.check("the gradient is invariant", not types["dW"] and types["dW of pvary(w
 # %% [markdown]
 # ## Which programs are refused?
 # Like JAX's `check_vma`, shard_map refuses a program before it returns anything: a result whose out_spec claims that
-# all devices hold the same, where they may not; a sum over axes of two kinds; a device that branches on its own value.
-# The second example is surprising. The result of all_gather is the same everywhere, but is typed as varying, since its
-# transpose is a psum_scatter.
+# all devices hold the same, where they may not; a sum over an axis along which the value varies and one along which it
+# does not; a device that branches on its own value. The second example is surprising. The result of all_gather is the
+# same everywhere, but it is typed as varying, since its transpose is a psum_scatter.
 
 # %%
 REFUSED = {

@@ -127,6 +127,10 @@ page.check("blocks keep more than one scale a row, in int8", errors["int8-128"] 
 # one. One form cannot be computed from the other, so each pass quantizes this rank's shard again, from the master copy,
 # and gathers its own form. Keeping both forms would take more memory than bfloat16. Gradients are partial sums, and are
 # reduced without scales. Autograd could not derive these lines from the forward pass, so arrays with scales refuse it.
+#
+# Below, `r` is a recipe: the formats of both operands in the forward pass (`forward`), of the weights in the backward
+# pass (`weights`), of activations where a weight's gradient is computed (`gradients`), and of the gradients that flow
+# back (`cotangents`). `block` has the norm and the activation, which stay in the wide dtype.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}

@@ -32,8 +32,11 @@ TB, GB, US = 1e12, 1e9, 1e6
 
 # %% [markdown]
 # ## The tree of switches
-# A GPU has 450e9 bytes/s into its node, a node has 400e9 into the network, and no level above has less for each node:
-# this is a fat tree. The last column is the bandwidth of an AllGather, which the slowest level decides.
+# Eight GPUs and their switches are a *node*. 32 nodes under eight *leaf* switches are a *scalable unit* (SU), and four
+# SUs under 16 *spine* switches are a SuperPod of 1,024 GPUs. A GPU has 450e9 bytes/s into its node, a node has 400e9
+# into the network, and no level above has less for each node. Such a tree is called *fat*: its branches do not get
+# thinner towards the top, so a collective over all of it is as fast as one over a few nodes. The last column is the
+# bandwidth of an AllGather, V over its time, which the slowest level decides.
 
 # %%
 page.title("H100 SuperPod and GB200 NVL72, level by level")
@@ -63,8 +66,13 @@ page.table(rows, ["", "GPUs", "switches", "NVLinks\na GPU", "a link", "a GPU", "
 
 # %% [markdown]
 # ## Collectives of 64 MB on H100s
-# In a node an AllGather takes V (N - 1)/(N W), and beyond the node the slowest level decides. Compare the AllToAll on 8
-# and on 16 GPUs. It cannot be done level by level, and every byte for another node leaves at 50e9 bytes/s per GPU.
+# In a node of N GPUs, each has V/N of the V bytes and sends it to N - 1 others at W = 450e9 bytes/s, so an AllGather
+# takes V (N - 1)/(N W). Beyond the node the slowest level decides. An AllReduce takes twice as long. With SHARP the
+# switches add, so that each GPU sends its part once and receives the sum, in about half the time.
+#
+# Compare the AllToAll on 8 and on 16 GPUs. An AllGather can be done level by level, so that one copy of a shard goes up
+# for a whole node. In an AllToAll each byte is for one GPU only, and every byte for another node leaves at 50e9 bytes/s
+# per GPU. The last column is a ragged AllToAll, in which each token goes to k = 2 of the GPUs, as with experts.
 
 # %%
 V = 64e6
@@ -78,10 +86,14 @@ page.table(rows, ["GPUs", "AllGather", "AllReduce", "with SHARP", "AllToAll", "r
 
 # %% [markdown]
 # ## How good is the model?
-# The table has an AllReduce in a node of 8 H100s without SHARP, read off the book's figure. Its bus bandwidth, what
+# The table has an AllReduce in a node of 8 H100s without SHARP, read off the book's figure. Its *bus bandwidth*, what
 # each link carries, is 2V (N - 1)/N over the time; for an AllGather (Appendix B) it is V (N - 1)/N over the time. The
 # model has 450e9 for any size. The chart shows that a node comes near it for very large arrays only, and that one axis
-# of a v5p 4x4x4 comes near its own bandwidth at smaller sizes.
+# of a v5p 4x4x4 comes near its own bandwidth at smaller sizes. So on GPUs small collectives cost more than the formulas
+# say: the MLP's shard of 58 MB reaches a third of the bandwidth.
+#
+# Benchmarks such as nccl-tests take the same formula with SHARP, too. There a GPU sends V, not 2V (N - 1)/N, so the
+# reported number can be above what a link carries: 480 GB/s on links of 450 is no error of measurement.
 
 # %%
 BUS = {4.2e6: 0.045e12, 17e6: 0.127e12, 134e6: 0.292e12, 268e6: 0.323e12, 1.07e9: 0.352e12, 8.6e9: 0.367e12}
@@ -109,8 +121,11 @@ page.chart(
 
 # %% [markdown]
 # ## Pop Quiz 3: an inner axis that spans more of a unit
-# The quiz has an AllGather over X of bf16[8192_X, 32768_Y], with Y inside, on 256 GPUs. Up to 8, Y helps only inside
-# the node, which does not bind. Beyond 8, each node that Y spans adds its 400e9 bytes/s.
+# If an array is also split over an inner axis Y, does gathering it over X become cheaper? Each GPU then gathers only
+# V/Y. But the GPUs of a node share its 400e9 bytes/s, and the node as a whole still needs all of V. So up to Y = 8, a
+# node, nothing is gained where it matters. Beyond 8, Y spans several nodes, each of which needs its part only.
+#
+# The quiz has an AllGather over X of bf16[8192_X, 32768_Y] on 256 GPUs.
 
 
 # %%
@@ -128,7 +143,8 @@ page.say("exact: V times the greatest of (D - 1)/(D max(Y, S) W) over the levels
 # %% [markdown]
 # ## Quiz 4: the bytes that switches move, message by message
 # The formulas of Quiz 4 are confirmed by counting. Every copy of every shard is counted at the switch of one node and
-# at the one above, and so are SHARP's four phases.
+# at the one above, and so are SHARP's four phases. An AllGather of B bytes takes only B out of a node and into it, but
+# its switch has to send BN to the N GPUs; that is why the links into the GPUs bind inside a node.
 
 
 # %%
@@ -167,7 +183,8 @@ page.same(rows, ["AllGather, M x N", "formula", "value", "counted"])
 # %% [markdown]
 # ## Quizzes 2 and 3: nodes, and beyond
 # All answers follow from the tree's levels: what a unit's cables and switches carry, and how many switches larger
-# clusters need.
+# clusters need. *Bisection* is the bandwidth between two halves of the GPUs, both directions together; *egress* is what
+# leaves a unit, one way.
 
 # %%
 node, leaf, spine = gpu.levels_table(H100)

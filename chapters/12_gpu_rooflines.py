@@ -30,10 +30,20 @@ def yes(value: bool) -> str:
 
 # %% [markdown]
 # ## The limits of each strategy
-# Data parallelism (or ZeRO) needs a number of tokens on each GPU: C over the bandwidth of a GPU inside its node, and C
-# over that of a node beyond it. If it uses both, the slower one decides. Over two nodes only half of the gradients
-# cross. A replica that spans 8 nodes, by tensor, expert or pipeline parallelism, has the cables of all of them for its
-# gradients. TP is limited to a number of ways, and EP, with k = 8 experts per token, by the width F of an expert.
+# The limits are Part 5's, with the bandwidths of a tree. A layer is an MLP with weights [D, F], B is the tokens of a
+# step on N GPUs of C FLOPs/s, and W is 450e9 bytes/s of a GPU in its node of H100s, or 400e9 of a node beyond it.
+#
+# - *DP and ZeRO.* The backward pass takes 8BDF/(N C) seconds, and sends gradients of 8DF bytes in 8DF/W. So it is
+#   compute-bound from B/N = C/W tokens a GPU on. If DP is in and between nodes, the slower one decides. Over two nodes
+#   only half of the gradients cross. A replica that spans 8 nodes, by tensor, expert or pipeline parallelism, has the
+#   cables of all of them for its gradients. With E experts of which a token takes k, DP needs E/k times the tokens: all
+#   experts' gradients are sent, and only k do FLOPs for a token.
+# - *TP* moves activations of 4BD bytes, which do not become fewer with more ways, so it ends at F W/C ways. In practice
+#   that is a node.
+# - *EP* moves each token to its k experts and back by AllToAlls. What limits it is the width F of an expert: the wider
+#   it is, the more FLOPs each token that travels is worth. The table has k = 8.
+# - *PP* sends so little that it has no such limit. One pays with a bubble, and ZeRO-3 does not go with it, since
+#   weights would be gathered for each microbatch.
 #
 # Between nodes, the B200 has more FLOPs with the same network, so it needs more tokens. The GB200 has nodes of 72 with
 # nine times the egress. There DP is bound in the node, at 71/72 of its number, as a GPU already has one part of 72.
@@ -70,6 +80,7 @@ page.chart(
 
 # %% [markdown]
 # ## The numbers of the text
+# alpha is C/W of a node, 2475 FLOPs a byte on H100s, and Z is the number of GPUs that experts are spread over.
 # "rounding" means that the book rounded on the way; for an "erratum", the line below the row says what is wrong.
 
 # %%
@@ -100,10 +111,10 @@ page.answers([
 
 # %% [markdown]
 # ## Examples
-# Two published runs chose the following layouts, and both are compute-bound because a replica over many nodes uses all
-# their cables. A replica of DeepSeek-V3 is EP 64 x PP 16, on 128 nodes, and there are two. One of LLaMA-3 405B is TP 8
-# x PP 16, on 16 nodes, and there are 128. The rows "ours" are the tokens per GPU that DP then needs, and both runs have
-# them.
+# Two published runs chose the following layouts. Both have fewer tokens a GPU than plain DP needs, and both are
+# compute-bound, because a replica over many nodes uses all their cables. A replica of DeepSeek-V3 is EP 64 x PP 16, on
+# 128 nodes, and there are two. One of LLaMA-3 405B is TP 8 x PP 16, on 16 nodes, and there are 128. The rows "ours" are
+# the tokens per GPU that DP then needs, and both runs have them.
 
 # %%
 deepseek, llama = {"EP": 64, "PP": 16, "DP": 2}, {"TP": 8, "PP": 16, "DP": 128}

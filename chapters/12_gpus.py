@@ -26,8 +26,14 @@ KIB, MB = 1024, 1e6
 
 # %% [markdown]
 # ## Summary of GPU specs
+# A GPU is a set of small cores, the *streaming multiprocessors* (SMs), around one memory, the HBM. Each SM has four
+# parts, and each part has a Tensor Core, which multiplies matrices, 32 CUDA cores, which do everything else, and 16,384
+# registers. An SM also has its own fast memory (SMEM, or L1), into which a program copies what it multiplies; L2 is a
+# cache that all SMs share. Threads run in *warps* of 32, all at the same instruction; a warp scheduler switches to
+# another warp while one waits for memory.
+#
 # The last column is C/W in bf16, the FLOPs for each byte of HBM. It is about 300 for an H100 and a B200, near a v5e's
-# 240; an H200's faster HBM makes it 206.
+# 240; an H200's faster HBM makes it 206. So a matmul needs about as many rows as on a TPU to be compute-bound.
 
 
 # %%
@@ -51,8 +57,9 @@ page.say(f"The book's text and quizzes, and all below, take {format_number(H100.
 # %% [markdown]
 # ## GPUs vs. TPUs at the chip level
 # A GPU has hundreds of small cores and a TPU two large ones; both multiply matrices in special units, at similar
-# clocks. Compare the memory: an H100 holds as much in registers as in SMEM. A TPU has few registers, and four times the
-# VMEM.
+# clocks. Small cores are flexible, since each can do something else, and harder to use well: a large matmul has to be
+# cut into tiles for all of them, whose memories are small. A TPU's one program feeds a large unit from a large memory.
+# Compare the memories: an H100 holds as much in registers as in SMEM. A TPU has few registers, and four times the VMEM.
 
 # %%
 schedulers = {"h100": H100.sms * SUBPARTITIONS, "v5p": V5P.cores * V5P.vector_alus // (8 * 128)}
@@ -70,7 +77,8 @@ page.table([
 
 # %% [markdown]
 # ## Rooflines of an H100 and a B200
-# A matmul becomes compute-bound at the corner. The points are fp16[B, 4096] fp16[4096, 8192] on a B200 (1.4).
+# A matmul becomes compute-bound at the corner of its roofline. The points are fp16[B, 4096] fp16[4096, 8192] on a B200,
+# from Question 1.4: with 64 rows the memory binds it, with 512 the Tensor Cores do.
 
 # %%
 rows_of_X = (1, 8, 64, 512, 4096)
