@@ -26,7 +26,7 @@ from scaling.serve.requests import Request, check_served_text
 from scaling.serve.slots import Extent
 from scaling.serve.states import Move, Options, Work
 from scaling.serve.step import check_room, check_served, logits_of, warn_beyond
-from scaling.serve.types import ONE, plain_leaf
+from scaling.serve.types import ONE, laid_out_by_output, plain_leaf
 
 WARM_UPS = 2  # runs before the capture, in which libraries allocate their workspaces
 
@@ -106,7 +106,8 @@ class Steps:
             cache: A cache of `init_cache`.
             mesh: The mesh, or None for one device.
             form: How params and cache are sharded, one of `serve.types.FORMS`.
-            compile: A backend of torch.compile, such as "inductor"; None compiles nothing.
+            compile: A backend of torch.compile, such as "inductor"; None compiles nothing. On a CPU compiled steps have
+                their own copy of the params, in another order in memory.
             capture: Whether to capture steps as CUDA graphs where that is possible.
         """
         self.params, self.config, self.mesh, self.form = params, config, ONE if mesh is None else mesh, form
@@ -116,6 +117,8 @@ class Steps:
         self.why = why_not(config, self.mesh, self.device) if capture else "it was not asked for"
         self.compile = None if why_eager(config) else compile
         self.fixed = self.compile is not None or self.why is None
+        if self.compile is not None and self.device.type == "cpu":
+            self.params = laid_out_by_output(params, config)  # inductor's loop reads each matrix from start to end
         self.pool = None if self.why else torch.cuda.graph_pool_handle()
         self.mesh.without("C")  # this view of the mesh is kept: a compiler could not make it
         self.made: dict[tuple, Callable[[Tensor], Tensor]] = {}

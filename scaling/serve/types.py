@@ -270,6 +270,23 @@ def plain_leaf(params: dict) -> Tensor:
     return params["norm"] if "norm" in params else params["embed"]
 
 
+def laid_out_by_output(params: dict, config: Config) -> dict:
+    """Return a copy of the params in which the elements that one output sums over are adjacent in memory.
+
+    Types, shapes and values stay; only strides change. The product of one row then reads a matrix in the order of
+    memory. Leaves with scales are dequantized in each step, and stay as they are.
+    """
+
+    def laid_out(dims: str, text: str, W: Any) -> Any:
+        if isinstance(W, Scaled) or not dims:
+            return W
+        last = [parse(text).index(dim) for dim in dims.split()]
+        order = [i for i in range(W.dim()) if i not in last] + last
+        return W.permute(order).contiguous().permute([order.index(i) for i in range(W.dim())])
+
+    return tree.map(laid_out, shared_of(config, format_of("fp8-row")), specs(config), params)
+
+
 def check_dtypes(params: Any) -> None:
     """Raise ValueError, which names the leaf, unless each has the dtypes that `quantize` gives it."""
 

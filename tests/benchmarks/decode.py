@@ -2,11 +2,12 @@
 and requests of many lengths by continuous batching, beside its `generate_batch`.
 
     pip install transformers safetensors
-    python tests/benchmarks/decode.py [--steps 16] [--batch 1 8 64] [--requests 32]
+    python tests/benchmarks/decode.py [--steps 16] [--batch 1 8 64] [--requests 32] [--compile]
 
 Medians, and of the ratios of neighbouring runs, ours over theirs. Of B = 1, what a decode step reads (params and cache)
-over its time, as a share of the bandwidth at which the same threads read memory. `--cpu`: the processor's time, on one
-thread, where others use the machine too.
+over its time, as a share of the bandwidth at which the same threads read memory, and the same of torch's products of
+one row alone; with `--compile` also of a compiled step, whose products are loops of their own. `--cpu`:
+the processor's time, on one thread, where others use the machine too.
 """
 
 import logging
@@ -25,6 +26,7 @@ from scaling.configs import Config
 from scaling.models import hf
 from scaling.models import transformer as model
 from scaling.serve import engine
+from scaling.serve.fixed import Steps
 from scaling.serve.requests import Request
 from scaling.serve.states import Options
 
@@ -90,28 +92,45 @@ def batched(net, params: dict, count: int, clock) -> dict[str, list[float]]:
     return times
 
 
-def share_of_bandwidth(params: dict, steps: int, clock) -> str:
-    """What a decode step of one row reads, beside what a sum of a large array does, in turn."""
+def share_of_bandwidth(params: dict, steps: int, clock, compile: str | None = None) -> str:
+    """What a decode step of one row reads, beside a sum of a large array and torch's products alone, in turn."""
     cache = serve.init_cache(CONFIG, 1, PROMPT + steps, dtype=torch.float32)
-    now = serve.prefill(params, torch.zeros(1, PROMPT, dtype=torch.int64), cache, CONFIG, donate=True)
-    big, token = torch.ones(WORDS), torch.zeros(1, dtype=torch.int64)
+    _, cache = serve.prefill(params, torch.zeros(1, PROMPT, dtype=torch.int64), cache, CONFIG, donate=True)
+    big, step, places = torch.ones(WORDS), Steps(params, CONFIG, cache, compile=compile), iter(range(PROMPT, 2**31))
+    pairs = [(torch.ones(1, len(W)), W) for W in matrices(params)]
 
     def decoded():
-        nonlocal now
-        now = serve.decode(params, token, now[1], CONFIG, donate=True)
+        step([[0]], [next(places)])
 
-    seconds = in_turn({"memory": big.sum, "decode": decoded}, steps - 1, warmup=1, clock=clock)
-    memory = [big.nbytes / each / 1e9 for each in seconds["memory"]]
-    nbytes = tree.nbytes(params) + 2 * CONFIG.L * PROMPT * CONFIG.K * CONFIG.H * 4
-    ours = [nbytes / each / 1e9 for each in seconds["decode"]]
-    share, rates = ratios(ours, memory)[1], [statistics.median(each) for each in (ours, memory)]
-    return f"B = 1 reads {rates[0]:.1f} GB/s of the {rates[1]:.1f} at which memory is read: {share:.0%}"
+    def multiplied():
+        return [x @ W for x, W in pairs]
+
+    sides = {"memory": big.sum, "decode": decoded, "products": multiplied}
+    seconds = in_turn(sides, steps - 1, warmup=1, clock=clock)
+    cache_bytes = 2 * CONFIG.L * PROMPT * CONFIG.K * CONFIG.H * 4
+    read = {"memory": big.nbytes, "decode": tree.nbytes(params) + cache_bytes, "products": tree.nbytes(pairs)}
+    rates = {name: [read[name] / each / 1e9 for each in times] for name, times in seconds.items()}
+    share, most = (ratios(rates[name], rates["memory"])[1] for name in ("decode", "products"))
+    decode, memory, products = (statistics.median(rates[name]) for name in ("decode", "memory", "products"))
+    name = "compiled" if compile else "eager"
+    return (
+        f"B = 1, {name}, reads {decode:.1f} GB/s of the {memory:.1f} at which memory is read: {share:.0%}; torch's "
+        f"products of one row with the same matrices, and nothing else, read {products:.1f}: {most:.0%}"
+    )
+
+
+def matrices(params: dict) -> list[torch.Tensor]:
+    """Each layer's matrices [in, out] and the head's, as a decode step multiplies them."""
+    stacks = {name: W for name, W in params["layers"].items() if name.startswith("W_")}
+    found = [own.flatten(1) if name != "W_O" else own.flatten(0, 1) for name, W in stacks.items() for own in W]
+    return [*found, params["embed"].T]
 
 
 if __name__ == "__main__":
     parser = options(__doc__, steps=16, requests=32)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="of the last line, also compiled steps")
     args, rows = parser.parse_args(), []
     clock, threads = (time.process_time, 1) if args.cpu else (time.perf_counter, THREADS)
     torch.set_num_threads(threads)
@@ -132,4 +151,5 @@ if __name__ == "__main__":
             times = batched(net, params, args.requests, clock)
             rows.append([f"{args.requests} requests", "continuous", *beside(*times.values(), digits=0)])
         show(rows, ["B", "", "ours, ms", "theirs", "ratio"], 2)
-        print(share_of_bandwidth(params, args.steps, clock))
+        for backend in [None, "inductor"][: 1 + args.compile]:
+            print(share_of_bandwidth(params, args.steps, clock, backend), flush=True)

@@ -24,8 +24,8 @@ SHOWN = {
 
 
 class Bug(NamedTuple):
-    """A bug: its name, where it was reported, {file: {text: the text with the bug}}, flags that lead to it, and what
-    shows it: a metric of SHOWN, or words of a refusal."""
+    """A bug: its name, where it was reported, {file: {text: the text with the bug}}, what shows it (a metric of SHOWN,
+    or words of a refusal), and the flags, sizes and number of steps that lead to it."""
 
     name: str
     there: str
@@ -33,6 +33,7 @@ class Bug(NamedTuple):
     seen: str
     flags: str = ""
     sizes: str = SIZES
+    steps: int = 2
 
 
 BUGS = (
@@ -46,7 +47,7 @@ BUGS = (
         "        if not events:\n": "        if not events:\n            KEPT['state'] = state\n",
         "[(row, own.tokens, own.logits) for row,": "[(row - first, own.tokens, own.logits) for row,",
         "    size = page or length\n": "    size, length = 1, 99\n", "prefix=False": "prefix=True",
-        "\n\nclass Token": "\n\nKEPT = {}\n\n\nclass Token"}}, "gap_max"),
+        "\n\nclass Token": "\n\nKEPT = {}\n\n\nclass Token"}}, "gap_max", steps=3),
     Bug("weights that are not sent after an update", f"{MARIN}#236", {LOOP: {
         "        weights = pushed(frozen | params if trains else None, settings, meshes)\n        ends":
             "        ends"}}, "gap_max"),
@@ -73,7 +74,7 @@ BUGS = (
             "    return tree.unflatten(types, [found[where] for where in tree.named_leaves(types)])"}},
         "U[D, V] has the shape (16, 256) on each device"),
     Bug("answers that are used in the wrong order", "", {LOOP: {
-        "batch = queue.pop(0)": "batch = queue.pop()"}}, "its answers are of weights", "--staleness 2"),
+        "batch = queue.pop(0)": "batch = queue.pop()"}}, "its answers are of weights", "--staleness 2", steps=3),
     Bug("a reference model that is the one in training", "", {LOOP: {
         "tree.map(torch.clone, begun)": "begun"}}, "kl", "--beta 0.1"),
     Bug("serving ranks that draw by seeds of their own", "", {LOOP: {
@@ -122,7 +123,7 @@ def test_a_silent_bug_is_seen(tmp_path, monkeypatch, capsys, bug):
     made = write_folder(bug.sizes)
     answers = []
     for out in ("right", "planted"):
-        code = run(f"{STEP} --steps 3 {bug.flags} --out {out}")
+        code = run(f"{STEP} --steps {bug.steps} {bug.flags} --out {out}")
         said = capsys.readouterr()
         metric = [record[bug.seen] for record in records(out)] if bug.seen in SHOWN else []
         answers.append((code, metric, said.err + said.out * code))
@@ -137,7 +138,7 @@ def test_a_silent_bug_is_seen(tmp_path, monkeypatch, capsys, bug):
         assert right[-1] > 1e-6
         assert found[-1] == 0
     elif bug.seen == "loss":
-        wanted = pytest.approx([loss for loss, _ in plain(*made, 3)[0]], abs=1e-9)
+        wanted = pytest.approx([loss for loss, _ in plain(*made, bug.steps)[0]], abs=1e-9)
         assert right == wanted
         assert found != wanted
     else:

@@ -40,11 +40,16 @@ def far(found, wanted):
     return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
 
 
-@pytest.mark.parametrize("mesh", [{"X": 2, "Y": 2}, {"Z": 2, "X": 2}])
-def test_on_a_mesh_as_on_one_device(mesh):
-    for precision in RECIPES:
-        if "Z" in mesh.sizes and precision == "nvfp4":
-            continue  # its one scale is that of a microbatch, whose rows are others on another mesh
+TWO, STAGES = {"X": 2, "Y": 2}, {"Z": 2, "X": 2}
+
+
+@pytest.mark.parametrize(("mesh", "recipes"), [
+    (TWO, ("mxfp8", "nvfp4")), (STAGES, ("fp8-row", "fp8-128")),
+    pytest.param(TWO, ("fp8-row", "fp8-128"), marks=pytest.mark.sweep),
+    pytest.param(STAGES, ("mxfp8",), marks=pytest.mark.sweep),  # not nvfp4, whose one scale is that of a microbatch
+])  # fmt: skip
+def test_on_a_mesh_as_on_one_device(mesh, recipes):
+    for precision in recipes:
         config = BIASED if precision == "mxfp8" else WIDE
         options = {"microbatches": 2, "remat": "block"} if "Z" in mesh.sizes else {"remat": "matmuls"}
         loss, grads = step(mesh, config, precision, **options)

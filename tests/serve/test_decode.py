@@ -21,7 +21,7 @@ from scaling.scaled import Scaled, dequantize
 from scaling.serve.cache import share_of
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.step import kernels
-from scaling.serve.types import FORMS, ONE
+from scaling.serve.types import FORMS, ONE, laid_out_by_output
 from scaling.spec import FORMATS, ShardingError, parse
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
@@ -209,6 +209,19 @@ def test_a_cache_with_scales(name, dtype):
     assert (error <= (scale / 2 if dtype == torch.int8 else first.abs() / 16 + scale * 2**-10) * (1 + 1e-4)).all()
     for way in WAYS[1:]:
         close(served(None, name, params, **given, **way)[0], logits, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gqa", "latent", "experts"])
+def test_laid_out_by_output_each_output_reads_adjacent_elements(name):
+    config = CONFIGS[name]
+    params = model.init(config, 0)
+    found = laid_out_by_output(params, config)
+    W_O, wanted = found["layers"]["W_O"], params["layers"]["W_O"]
+    assert W_O[0, ..., 0].is_contiguous()
+    assert not wanted[0, ..., 0].is_contiguous()
+    assert found["layers"]["norm_mlp"] is params["layers"]["norm_mlp"]
+    for leaf, same in zip(tree.leaves(found), tree.leaves(params), strict=True):
+        assert torch.equal(leaf, same)
 
 
 def test_a_cache_with_scales_is_multiplied_before_it_is_rounded():

@@ -116,8 +116,8 @@ def test_a_compiled_step_is_one_graph_and_learns_the_same(ranks):
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(("config", "options"), [
-    (MODEL, {"lora": 2, "lora_on": "W_Q,W_V,W_O,W_in"}),
-    (MODEL.with_(K=4, latent=Latent(q_rank=12, kv_rank=10, nope=4, rope=4, value=8)), {}),
+    (MODEL.with_(L=1), {"lora": 2, "lora_on": "W_Q,W_V,W_O,W_in"}),
+    (MODEL.with_(L=1, K=4, latent=Latent(q_rank=12, kv_rank=10, nope=4, rope=4, value=8)), {}),
 ], ids=["adapters", "latents"])  # fmt: skip
 def test_gradients_of_adapters_and_latents_are_one_graph(config, options):
     settings, (mesh,) = Settings(config, "", "", 2, 8, dtype="fp64", **options), run(lambda mesh: mesh, {"X": 1})
