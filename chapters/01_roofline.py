@@ -26,10 +26,16 @@ C, W = V5E.flops(), V5E.hbm_bw
 
 # %% [markdown]
 # ## Where does the time go?
-# An operation computes and it moves data, and either may take the longer. T_math is its FLOPs over the chip's FLOPs/s,
-# and T_comms its bytes over the chip's bytes/s. If the two overlap fully, the operation takes as long as the greater
-# (the lower bound); if they do not overlap at all, it takes their sum (the upper bound). Compare the third and the
-# fourth column: an operation is bound by the data it moves unless its FLOPs per byte exceed the chip's.
+# An operation computes and it moves data, and either may take the longer. T_math is its FLOPs over C, the chip's
+# FLOPs/s, and T_comms its bytes over W, the bytes/s of the chip's memory. If the two overlap fully, the operation takes
+# as long as the greater (the lower bound); if they do not overlap at all, it takes their sum (the upper bound), at most
+# twice as long. So one needs only the greater to know what to improve: a faster chip does not help an operation that
+# waits for data.
+#
+# The table has six operations on a TPU v5e and two GPUs. Its third column is the arithmetic intensity of the operation,
+# FLOPs per byte, and its fourth that of the chip, C/W: an operation is bound by the data it moves unless the third is
+# greater. A dot product or an add uses each number that it loads once, on any chip. A matmul uses each number many
+# times, and the more rows it has, the more often.
 
 
 # %%
@@ -56,9 +62,10 @@ page.table(rows, ["chip", "operation", "FLOPs\n/byte", "the\nchip's", "T_math\nu
 # %% [markdown]
 # ## Visualizing rooflines
 # A roofline shows what a chip attains at each arithmetic intensity. It rises with the memory's bandwidth and is level
-# from the critical intensity C/W on. VMEM is 22 times as fast as HBM, which moves the corner from 240 to 11 FLOPs per
-# byte. The points are matmuls of a growing batch, which climb the lower roof. The table names the three areas of the
-# book's figure: bound by both bandwidths (red), by the lower one alone (yellow), and by neither (green).
+# from the critical intensity C/W on. HBM is the chip's main memory. A TPU also has a small one beside its cores, VMEM,
+# which is 22 times as fast and moves the corner from 240 to 11 FLOPs per byte. The points are matmuls of a growing
+# batch, which climb the lower roof. The table names the three areas of the book's figure: bound by both bandwidths
+# (red), by the lower one alone (yellow), and by neither (green).
 
 
 # %%
@@ -98,9 +105,14 @@ page.chart(
 
 # %% [markdown]
 # ## Matrix multiplication
-# The most important operation gets a rule of thumb. For B much smaller than D and F the intensity of a matmul is B, so
-# the critical batch is C/W: 240 tokens on a v5e, 295 on an H100. With finite D and F the activations count as well, and
-# the batch must be larger; with small ones it must be much larger.
+# The most important operation gets a rule of thumb. A matmul of activations [B, D] and weights [D, F] does 2BDF FLOPs.
+# In bf16 it moves 2 bytes of each of the DF weights, and of the BD + BF activations, which hardly count if B is much
+# smaller than D and F. Its intensity is then B, so the critical batch is C/W: 240 tokens on a v5e, 295 on an H100. That
+# is the batch of one copy of the weights: more chips that share them bring more FLOPs/s and more bytes/s alike.
+#
+# With finite D and F the activations count as well, and the batch B* from which FLOPs take longer must be larger; with
+# small ones it must be much larger. In the title's formula w, a and o are the bytes of a number in the weights, the
+# activations and the output, 2 each in bf16.
 
 # %%
 page.title("Critical batch of a bf16 matmul, B* = wDF / (2DF W/C - aD - oF)")
@@ -113,7 +125,8 @@ page.table(rows, ["D", "F", "intensity at B = 240", "B*, v5e", "B*, H100"])
 # %% [markdown]
 # ## Network communication rooflines
 # The same reasoning holds for the network. Two chips each hold half of D, multiply their halves, and exchange the
-# partial sums. Compare the rows of both batches: D decides which side binds, and B does not matter.
+# partial sums. Each computes BDF FLOPs and sends the BF numbers of its sum, 2BF bytes, so the intensity is D/2: B and F
+# are in both. Compare the rows of both batches: D decides which side binds, and B does not matter.
 
 # %%
 link = V5E.need("link_bw")
@@ -142,7 +155,7 @@ def least_D(hw) -> int:
 # %% [markdown]
 # ## The numbers of the text, and the problems
 # The last column is the verdict. "rounding" means that the book rounded or truncated on the way; "ours" means that the
-# book gives no number.
+# book gives no number. MXU and VPU are the two units of a TPU that compute, for products of matrices and for all else.
 
 # %%
 v5p, v6e, h100_flops = chip("v5p"), chip("v6e", "part1"), H100.flops()
@@ -204,7 +217,8 @@ page.answers([
 # ## This machine
 # The model can be tested on any machine. First a matmul and an add measure its FLOPs/s and bytes/s; then matmuls of
 # five batches are timed and compared with their two bounds. In the last column, a value near 1 means that the roofline
-# explains the time. A larger value means that the overlap is not perfect, or that the data does not fit the caches.
+# explains the time. A larger value means that the machine attains neither of its two measured rates: small products use
+# its units badly, or the two do not overlap.
 
 
 # %%

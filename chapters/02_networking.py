@@ -6,6 +6,14 @@ This chapter compares the channels of a chip, counts the links of a torus, times
 wraparound, and answers Questions 5 and 6. The parts of one TPU are the subject of 02_tpus.py.
 """
 
+# %% [markdown]
+# ## Why a torus?
+# Each TPU has links to its nearest neighbours only, four in two dimensions or six in three. GPUs are joined by
+# switches, and each can send to any other in a few hops (12_gpu_networks.py). A torus gives that up: a message to a
+# distant chip passes all chips between. In return it needs no switches, and a chip has the same links and the same
+# bandwidth in a pod of 16 as in one of 8,960. Most collectives lose nothing by it, because they can be written as
+# rings, in which a chip only ever talks to its neighbours (03_collectives.py).
+
 # %%
 import math
 
@@ -24,10 +32,11 @@ V5E, V5P, V4P = (chip(name) for name in ("v5e", "v5p", "v4p"))
 
 # %% [markdown]
 # ## The channels
-# A chip reaches data through five channels, VMEM, HBM, ICI, PCIe and DCN, and each is slower than the one before. The
-# figure for an ICI link counts one direction; on a ring a chip sends over two links, and so twice as fast. The second
-# table gives the consequence: how many FLOPs a computation must do for each byte that goes over the channel, so that
-# the channel is not what binds it.
+# A chip reaches data through five channels, and each is slower than the one before: VMEM, the memory beside its cores;
+# HBM, its main memory; ICI, the links to other chips of its pod; PCIe, to the memory of its host; and DCN, the
+# datacenter's network to other hosts, of which the table has one chip's share. The figure for an ICI link counts one
+# direction; on a ring a chip sends over two links, and so twice as fast. The second table gives the consequence: how
+# many FLOPs a computation must do for each byte that goes over the channel, so that the channel is not what binds it.
 
 # %%
 CHANNELS = {"VMEM": "sram_bw", "HBM": "hbm_bw", "ICI, ring": "ici_bw", "ICI, link": "link_bw", "PCIe": "pcie_bw",
@@ -61,9 +70,11 @@ pairs = zip(hops_from_corner(lines), hops_from_corner(rings), strict=True)
 page.say("\n".join(f"    {line}        {ring}" for line, ring in pairs))
 
 # %% [markdown]
-# Here every message of an AllToAll is routed link by link, and the fullest link gives the time. The last column is the
-# closed form, V max(axes)/(4 N W) on rings and twice that on lines. Compare 4x4 with 8x16: on a v5e only an axis of 16
-# is a ring.
+# The table has slices, the parts of a pod that one can rent. Their bisection is what all links carry together between
+# two halves of the slice. The next column is the time of an AllGather, and then comes an AllToAll, in which every chip
+# sends a part of its array to every other one: each message is routed link by link, and the fullest link gives the
+# time. The last column is the closed form for it, V max(axes)/(4 N W) on rings and twice that on lines, for V bytes, N
+# chips, and W bytes/s of a ring. Compare 16 with 8 on a v5e, where only an axis of 16 is a ring.
 
 
 # %%
@@ -119,8 +130,8 @@ page.answers([
 
 # %% [markdown]
 # ## Question 5: bf16[8, 128, 8192] from TPU{0,0} to TPU{3,3} of a v5e 4x4
-# How long does a message take if it crosses a slice? Both of the corner's links carry half of the array. The hops delay
-# the first byte, and that latency adds to the time of the whole transfer.
+# How long does a message take if it crosses a slice? A corner of a 4x4 of lines has two links, and each carries half of
+# the array. The hops delay the first byte by about 1 us each, and that latency adds to the time of the whole transfer.
 
 # %%
 torus, sent = slice_of(V5E, (4, 4)), torch.empty(8, 128, 8192, dtype=torch.bfloat16).nbytes

@@ -25,9 +25,25 @@ page = Page(__doc__, plot=True)
 V5E, V5P, V6E = chip("v5e"), chip("v5p"), chip("v6e")
 
 # %% [markdown]
+# ## The parts of a TPU
+# A TPU is a machine for products of matrices, with memory around it. Its core has a unit that multiplies matrices, the
+# MXU; a unit for everything else, such as adding vectors or a ReLU, the VPU; and a memory of its own, VMEM, which is
+# small and very fast. Arrays are stored in HBM, the chip's large memory. They pass through VMEM, because neither unit
+# can read HBM. So a TPU is simple to reason about: an operation is as slow as the slowest part of this path.
+
+# %%
+path = [("host", V5E.pcie_bw), (f"HBM {V5E.hbm_bytes / 1e9:.0f} GB", V5E.hbm_bw),
+        (f"VMEM {V5E.sram_bytes / 2**20:.0f} MiB", V5E.sram_bw)]  # fmt: skip
+drawn = "".join(f"{place}  --{format_number(rate)}->  " for place, rate in path)
+page.title("A v5e: the path of an array, in bytes/s")
+page.say(f"{drawn}MXU {format_number(V5E.flops())} FLOPs/s")
+
+# %% [markdown]
 # ## TPU specs
-# The last column, C/W, says how many bf16 FLOPs each byte from HBM must be used for if the chip is to be compute-bound.
-# It does not grow with every generation: v5p has faster memory for its FLOPs than v4p, and v6e needs the most.
+# The table has a row for each generation: the largest pod and the chips of one host, as lengths of axes; the memory;
+# and the FLOPs/s. The last column, C/W, says how many bf16 FLOPs each byte from HBM must be used for if the chip is to
+# be compute-bound. It does not grow with every generation: v5p has faster memory for its FLOPs than v4p, and v6e needs
+# the most.
 
 
 # %%
@@ -131,10 +147,11 @@ page.check("a pointwise product takes as long as HBM does", math.isclose(took, o
 
 # %% [markdown]
 # ## Appendix B: the systolic array
-# The systolic array is why a TPU multiplies so fast: each cell passes its numbers on to its neighbours, and nothing
-# goes back to a register in between. Here X[2, 3] W[3, 3] runs on 3 x 3 cells. W stays in the cells; row k of the grid
-# receives column k of X, one cycle later than the row above; partial sums move down. In the bottom row the products
-# come out diagonally.
+# The MXU is a systolic array, a grid of cells that each multiply and add once in a cycle. That is why a TPU multiplies
+# so fast: each cell passes its numbers on to its neighbours, and nothing goes back to a register in between. The price
+# is that it does nothing else, and that a matrix which does not fill the grid wastes cells. Here X[2, 3] W[3, 3] runs
+# on 3 x 3 cells. W stays in the cells; row k of the grid receives column k of X, one cycle later than the row above;
+# partial sums move down. In the bottom row the products come out diagonally.
 
 # %%
 X, weights, frames = torch.arange(6.0).view(2, 3), torch.arange(9.0).view(3, 3), []
@@ -173,9 +190,10 @@ page.table(rows, ["D", "128 x 128 (v5e)", "256 x 256 (v6e)"])
 
 # %% [markdown]
 # ## Appendix A: reductions in the vector unit
-# The vector unit adds up a register by shuffling. A register is f32[8, 128], 8 sublanes by 128 lanes. If one shuffles
-# it by 4, 2 and 1 sublanes and adds each time, every sublane has the sum of all after three shuffles. A sum over the
-# lanes takes seven, in the slow unit that works across lanes (XLU).
+# The vector unit (VPU) does the same to all numbers of a register at once, but it has no instruction for their sum. It
+# adds them up by shuffling. A register is f32[8, 128], 8 sublanes by 128 lanes. If one shuffles it by 4, 2 and 1
+# sublanes and adds each time, every sublane has the sum of all after three shuffles. A sum over the lanes takes seven,
+# in a slower unit that works across lanes (XLU), so one lays out arrays such that sums run over sublanes.
 
 
 # %%
@@ -231,8 +249,10 @@ page.answers([
 
 # %% [markdown]
 # ## Worked problems
-# Question 3 has a caveat: the book's rule for B << D ignores what the activations cost, and with D = 8192 no batch at
-# all would be enough. Question 6 is in `02_networking.py`, together with the option that it rejects.
+# Question 1 asks how long a model takes to read its params once, Question 2 for the size of pods. Question 3 asks from
+# which batch on a product is compute-bound whose weights come over PCIe from the host. It has a caveat: the book's rule
+# for B << D ignores what the activations cost, and with D = 8192 no batch at all would be enough. Question 6 is in
+# 02_networking.py, together with the option that it rejects.
 
 # %%
 q1, q3, pcie = chip("v4p", "part2"), chip("v6e", "part2"), chip("v6e").pcie_bw

@@ -29,11 +29,19 @@ EXACT, n = 1e-12, page.args.mesh["X"]
 RING = [(i, (i + 1) % n) for i in range(n)]
 
 # %% [markdown]
+# ## Why few primitives, and why their derivatives?
+# Ranks could send each other any messages. A program of single messages is hard to read, can deadlock, and has no
+# derivative that one could write down. All strategies of the book need only a few patterns, in which all ranks of an
+# axis take part, so these are the words of the language. Training differentiates through them: if a forward line is an
+# AllGather, the backward has to know which collective brings the gradient back. PyTorch's own collectives leave that to
+# the programmer, and a wrong choice gives wrong gradients without any error.
+#
 # ## The primitives
 # A collective is a function from the arrays of all ranks to new arrays on all ranks. So one device can compute it, too:
-# `stacked` takes the operands of all n ranks, stacked to [n, I, J], and returns all results, and its derivative is the
-# cotangent that we want. Look at the fourth column. A cotangent is `{U_X}` where the array was replicated over X, and
-# replicated where the array was `{U_X}`. So AllGather and ReduceScatter are each other's transpose.
+# `stacked` takes the operands of all n ranks, stacked to [n, I, J], and returns all results. The derivative of the loss
+# with respect to an array is the array's cotangent, and torch derives it for this function. Look at the fourth column.
+# A cotangent is `{U_X}` where the array was replicated over X, and replicated where the array was `{U_X}`. So AllGather
+# and ReduceScatter are each other's transpose.
 
 
 # %%
@@ -121,10 +129,12 @@ page.table(rows, ["collective", "type", "in words", "cotangent", "equal"])
 
 # %% [markdown]
 # ## AllGather and ReduceScatter as matrices
-# Written as matrices, the two show why they are each other's transpose. A broadcast of n numbers to p devices is u (x)
-# I_n with u = (1, ..., 1), and a reduction is its transpose. AllGather is broadcast (x) I_p, ReduceScatter is reduce
-# (x) I_p. Since (A (x) B)^T = A^T (x) B^T, one is the other's transpose. The matrices are printed for n = 1 and p = 2,
-# and for n = 2 and p = 3 they are compared with the derivatives of one device's functions.
+# Both are linear functions, so each is a matrix that takes the numbers of all devices, written below each other, to
+# those that they have afterwards. Write (x) for the Kronecker product, which puts a copy of its second matrix in place
+# of each number of the first, times this number. A broadcast of n numbers to p devices is u (x) I_n, where u is a
+# column of p ones, and a reduction is its transpose. AllGather is broadcast (x) I_p, ReduceScatter is reduce (x) I_p.
+# Since (A (x) B)^T = A^T (x) B^T, one is the other's transpose. The matrices are printed for n = 1 and p = 2, with a
+# semicolon after each row. For n = 2 and p = 3 they are compared with the derivatives of one device's functions.
 
 
 # %%
@@ -156,8 +166,10 @@ page.say(f"AllGather^T = ReduceScatter, n = 2, p = 3: {transposed}")
 # %% [markdown]
 # ## The rings behind them, hop by hop
 # A collective over a ring is a series of hops between neighbours. In the pictures, the AllGather takes n - 1 hops one
-# way and n/2 both ways. A ReduceScatter's sum collects its terms on the way to the device that keeps it. An AllToAll
-# has fewer chunks to pass on with every hop: 3 + 2 + 1 quarters of a shard, which is half of what an AllGather sends.
+# way and n/2 both ways. With more devices there are more hops, but each carries a smaller shard, so the time of a large
+# array does not depend on their number. A ReduceScatter's sum collects its terms on the way to the device that keeps
+# it. An AllToAll has fewer chunks to pass on with every hop: 3 + 2 + 1 quarters of a shard, which is half of what an
+# AllGather sends.
 
 # %%
 page.title("AllGather both ways on a ring of 8: the shards that a device has")

@@ -82,8 +82,8 @@ page.check("no two devices the same at once", all(len(set(column)) == Y for colu
 # %% [markdown]
 # ## Equal to dense, with gradients
 # The loop is differentiated by `torch.func.vjp` like any function: the cotangent of a hop to the left is a hop to the
-# right. Result and gradients are compared with one device's in float64. Look at the bytes, too: Y - 1 hops of a shard
-# send exactly what an AllGather sends.
+# right. Result and gradients are compared with one device's in float64. Look at the bytes, too: with V bytes in all of
+# A, Y - 1 hops of a shard of V/Y send exactly what an AllGather sends. Nothing is saved but the waiting.
 
 
 # %%

@@ -6,6 +6,13 @@ A plan is data, so its steps can be timed on a chip's torus without running any 
 parallelism is derived from its types, run on ranks and compared with one device, and counted on 8,192 abstract chips.
 """
 
+# %% [markdown]
+# ## Why plan before running?
+# A product of sharded matrices can be computed in several ways, and which is best depends on the sizes, the mesh and
+# the chip. Trying them all needs the chips. But each way is a list of typed steps, and types and sizes give the bytes
+# and FLOPs of each, so a plan can be timed without running it. What this leaves out are overlaps and the losses of real
+# machines: it ranks plans, and one measures the best ones.
+
 # %%
 from bisect import bisect_left
 
@@ -105,8 +112,9 @@ page.answers([
 # %% [markdown]
 # ## Question 6: three products on a v5e 4x4
 # For three products the planner decides what to send, and the chip's numbers say how long that takes and from which
-# size on computing takes longer. A v5e wraps round at 16 only, so these axes are lines of 4, and an AllGather takes 3/4
-# V / 4.5e10. The last product is the one of inference, and it sends nothing.
+# size on computing takes longer. A v5e wraps round at 16 only, so these axes are lines of 4. The AllGather of an array
+# of V bytes then takes 3/4 V / 4.5e10 seconds, three hops of a quarter each over a link of 4.5e10 bytes/s. The last
+# product is the one of inference, and it sends nothing.
 
 # %%
 SQUARE, n = {"X": 4, "Y": 4}, 2**14
@@ -134,8 +142,9 @@ page.answers(answers)
 
 # %% [markdown]
 # ## Question 7: a block In * W_in * W_out on four v5e with 300 MB each
-# Two strategies are possible for a block whose batch is small. FSDP gathers weights, which then do not fit. Tensor
-# parallelism keeps them split and moves the activations, which are small. The last rows show the bound: neither sending
+# Two strategies are possible for a block whose batch is small, B = 128 tokens. FSDP gathers weights, which then do not
+# fit. Tensor parallelism keeps them split and moves the activations, which are small. (Both are the subject of Part 5;
+# here `derive` writes their steps from the types.) The last rows show the bound of tensor parallelism: neither sending
 # nor computing, but reading a quarter of the weights from HBM.
 
 # %%

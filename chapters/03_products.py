@@ -145,8 +145,9 @@ for line in (
 # ## Other ways, and their cost
 # The cases are the usual choice, not the only one. Case 2 may also be done as case 3: slice B, multiply, and reduce the
 # partial sums. Case 4 may gather either operand. And for a whole result one may gather the operands or the result. The
-# times are of v5p, each axis a ring of 4, computing first and then sending. In case 4 the choice depends on the sizes:
-# with 16 times the rows, the other operand is the one to gather.
+# table has the bytes that a device sends, its FLOPs, and the time on v5p, each axis a ring of 4, sending and computing
+# one after the other. Gathering an operand often means that devices repeat each other's work: compare the GFLOPs. In
+# case 4 the choice depends on the sizes: with 16 times the rows, the other operand is the one to gather.
 
 # %%
 V5P, TORUS = chip("v5p"), {"X": 4, "Y": 4}
@@ -177,9 +178,11 @@ for rows_of_A in (1024, 16384):
 
 # %% [markdown]
 # ## Question 4: gather the weights, or reduce the result
-# To multiply X[B, D] by Y[D_X, F] on a ring of four v5p there are two strategies. Strategy 1 gathers Y, and every
-# device repeats the whole product. Strategy 2 multiplies shards and adds up the results. Both plans are timed
-# with computing and sending overlapped. Below B = 2550 both strategies wait for bytes, 2DF against 4BF.
+# To multiply X[B, D] by Y[D_X, F] on a ring of four v5p there are two strategies. (Here X and Y are matrices, and the
+# subscript X is the ring.) Strategy 1 gathers Y, and every device repeats the whole product. Strategy 2 multiplies
+# shards and adds up the results. Both plans are timed with computing and sending overlapped. Below B = 2550 both
+# strategies wait for bytes, 2DF for the gathered weights against 4BF for the AllReduce of the result, so with a small
+# batch the second is far better.
 
 
 # %%

@@ -34,10 +34,17 @@ page = Page(__doc__, mesh="X=4,Y=2", fits=FITS, device=True, seed=True)
 SQUARE = {"X": 2, "Y": 2}
 
 # %% [markdown]
+# ## Why split an array?
+# The arrays of a large model do not fit on one device, and one device computes too slowly. So each device gets a part,
+# or *shard*, of an array, and the program still speaks of the whole array. A shard costs less memory and less work than
+# a copy. What one gives up is that a device no longer has what it may need: then data must be sent. Scaling is the art
+# of splitting arrays so that little is sent.
+#
 # ## A unified notation for sharding
-# A large array is split over the devices of a mesh. The mesh has named axes, and a type says over which of them each
-# dim is split. The first picture shows the array: which of the devices 0 to 3 have each block. In `A[I_X, J]`, both
-# devices of a row of the mesh have the same block, so they are replicas over Y.
+# The devices form a grid, the mesh. It has named axes, and a type says over which of them each dim of an array is
+# split: `A[I_X, J]` has its rows split over the axis X. A mesh axis stands for its number of devices, too. The first
+# picture shows the array: which of the devices 0 to 3 have each block. In `A[I_X, J]`, both devices of a row of the
+# mesh have the same block, so they are replicas over Y.
 
 # %%
 page.title("The book's nine shardings over 2 x 2 devices: the devices that hold each block")
@@ -101,10 +108,11 @@ for what, attempt in REFUSED.items():
 
 # %% [markdown]
 # ## How do we describe this in code?
-# The book's snippet multiplies A[8, 2048], split over both axes of 4 x 2 devices, by B[2048, 8192], split over its
-# columns, and wants the product as `[B_X, F_Y]`. In JAX the compiler decides how; here the plan is printed, and then
-# run on ranks. D is split in A alone (case 2), so A is gathered over Y first. Elementwise functions need no
-# communication, because the relu of a shard is the shard of the relu.
+# The book's snippet multiplies A[8, 2048], split over both axes of 4 x 2 devices, by a matrix of [2048, 8192], split
+# over its columns, and wants the product as `[B_X, F_Y]`. (The book calls the matrix B, here it is W: B is the dim of
+# the batch.) In JAX the compiler decides how; here the plan is printed, and then run on ranks. The product sums over D,
+# which is split in A alone, so A is gathered over Y first. Elementwise functions need no communication, because the
+# relu of a shard is the shard of the relu.
 
 # %%
 B, D, F = (8, 256, 1024) if page.small else (8, 2048, 8192)

@@ -25,9 +25,12 @@ OPS, US = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll"), 1e6
 
 # %% [markdown]
 # ## How long does an AllGather take?
-# Each of the X/2 hops of a ring carries 2V/X over both links of a chip, so the time is V/W_ici for any X. Look down the
-# columns: X matters only on lines, and where one counts exactly that a chip already has its own share. Both times have
-# the factor (X - 1)/X.
+# Let V be the bytes of the whole array, X the number of chips, and W_ici the bytes/s of a chip's two links on a ring,
+# both together. At every hop a chip passes on a shard of V/X to the left and another to the right, 2V/X in all, which
+# takes 2V/(X W_ici). After X/2 hops every shard has reached every chip from one side or the other. Both factors of 2
+# and both X cancel, so the time is V/W_ici for any X. Look down the columns: X matters only on lines, and where one
+# counts exactly that a chip already has its own share. Both times have the factor (X - 1)/X. On a line all shards of
+# one half must pass the link in the middle, one way, so it takes twice as long.
 
 # %%
 V = 64e6
@@ -65,9 +68,9 @@ page.chart(
 # %% [markdown]
 # ## Several axes at once
 # Over two axes a chip has twice the links, and to gather over one axis and then over the other does not use them all at
-# once. The first plan does this, because it is the cheapest by bytes. The second is the fastest, and gathers over both
-# axes in one step although they split two dims. The third uses the idle axis Z as well: it first slices the array over
-# Z, which costs nothing.
+# once. A planner that counts bytes cannot see that; one that counts time can. The first plan is the cheapest by bytes,
+# one axis after the other. The second gathers over both axes in one step although they split two dims, and is faster.
+# The third uses the idle axis Z as well: it first slices the array over Z, which costs nothing, and is the fastest.
 
 # %%
 MESH, SIZES = {"X": 4, "Y": 4, "Z": 4}, {"B": 1024, "D": 4096}
@@ -85,7 +88,8 @@ page.table([(name, f"{took[name]:.1f}", str(plan)) for name, plan in plans.items
 
 # %% [markdown]
 # ## Pop Quiz 2, and Questions 2 and 3
-# These are times on rings and lines of v5e and v4p. Look at how many of them are bound by hops and not by bytes.
+# These are times on rings and lines of v5e and v4p. Several of them are bound by hops and not by bytes: wherever an
+# array is small, more bandwidth would not help.
 
 # %%
 quiz = parse("A[E_Y, F]")

@@ -45,9 +45,11 @@ def dense(Q, K, V):
 
 # %% [markdown]
 # ## Two chunks make one
-# A softmax over all keys can be combined from those over two chunks. Each chunk has its own M, L and O, which are
-# rescaled to the larger M and added. Neither the order nor the number of chunks matters. The table shows how the three
-# numbers of one query settle as more keys arrive.
+# The difficulty is the softmax: each share is exp(score) over the sum of all keys' exp(score), and the sum is known
+# only at the end. It also subtracts the largest score, so that exp does not overflow, and that one is not known either.
+# But a softmax over all keys can be combined from those over two chunks. Each chunk has its own M, L and O, which are
+# rescaled to the larger M and added; at the end O is divided by L. Neither the order nor the number of chunks matters.
+# The table shows how the three numbers of one query settle as more keys arrive. (Here every query sees every key.)
 
 
 # %%
@@ -91,8 +93,8 @@ page.check("the last row is dense attention", difference(O, dense(Q, K, V)) <= E
 # ## The backward
 # The backward pass needs no scores from the forward pass: with the saved logsum, P = exp(scores - logsum) gives a
 # chunk's part of the softmax. The derivative of a softmax subtracts the sum of P dP over all keys, which no chunk has.
-# The appendix's identity computes that sum without the keys, as one number per query: sum_j P_ij dP_ij = sum_d dO_id
-# O_id. So each chunk can be done alone.
+# But O is the sum of P V over the keys, and dP is dO V^T, so the appendix's identity computes that sum without the
+# keys, as one number per query: sum_j P_ij dP_ij = sum_d dO_id O_id. So each chunk can be done alone.
 
 
 # %%

@@ -40,11 +40,15 @@ def counted(f, *args) -> int:
 
 # %% [markdown]
 # ## Gradient checkpointing
-# The backward pass needs activations of the forward pass. Gradient checkpointing (remat) saves fewer of them and
-# computes the others again, so it trades FLOPs for memory. The table compares formulas with a small transformer: the
-# FLOPs of a step are counted, where 6 stands for the step without remat, and the saved tensors are measured as the
-# difference between two layers and one. Recomputing everything would be 8; it is 7.9, since the unembedding is not
-# recomputed.
+# The backward pass needs activations of the forward pass, for every token of the batch and in every layer. With a large
+# batch these are more than all params. Gradient checkpointing (remat) saves fewer of them and computes the others
+# again, so it trades FLOPs for memory. `block` saves only the input of each layer, `matmuls` the results of the
+# products with weights, and `none` is the step without remat, which saves everything.
+#
+# The table compares formulas with a small transformer. A step without remat has 6 FLOPs for each param and token, 2 in
+# the forward and 4 in the backward; to compute the forward again adds 2. The FLOPs are counted, and written such that
+# the step without remat has 6. The saved tensors are measured, in numbers a token, as the difference between two layers
+# and one. Recomputing everything would be 8; it is 7.9, since the unembedding is not recomputed.
 
 # %%
 small = get("part4-q1").with_(name="small", L=4, D=64, F=256, N=8, K=8, H=8, V=256)
@@ -90,8 +94,9 @@ page.table(
 # %% [markdown]
 # ## The text's numbers
 # The book's example has 4M tokens and 64 layers of width 8192. It counts about 20 arrays a layer. How many autograd
-# saves depends on F, and with F = 4D there are more. A cache has one key and one value for each token, layer and KV
-# head.
+# saves depends on F, and with F = 4D there are more. To generate text, a model keeps the keys and values of all earlier
+# tokens, its KV cache: one key and one value of H numbers for each token, layer and KV head. That is possible because
+# of the causal mask: no later token changes the keys and values of an earlier one.
 
 
 # %%
@@ -155,10 +160,12 @@ page.answers([
 
 # %% [markdown]
 # ## Question 4: the intensity of attention
-# Does attention use the chip well? A kernel reads Q, K and V and writes O once, which makes TSG/(TG + S) FLOPs per
-# byte. In prefill, T = S, this grows with the context. In decoding it stays below G. The plot compares the time of
-# attention with that of the MLP, by roofline, for LLaMA-3 70B on a v5e. In decoding, the cache is read for each
-# sequence, so attention overtakes the MLP at a few thousand tokens.
+# Does attention use the chip well? Let T queries attend to S keys, with G query heads for each KV head. A kernel that
+# keeps its scores on the chip reads Q, K and V and writes O once, which makes TSG/(TG + S) FLOPs per byte. In prefill,
+# when a whole prompt is read and T = S, this grows with the context. In decoding, where each sequence has one new token
+# and T = 1, it stays below G, far less than a chip needs. The plot compares the time of attention with that of the MLP,
+# by roofline, for LLaMA-3 70B on a v5e. In decoding, all sequences of a batch share the weights of the MLP, but each
+# reads a cache of its own, so attention overtakes the MLP at one or two thousand tokens.
 
 
 # %%
@@ -215,7 +222,10 @@ page.answers([
 
 # %% [markdown]
 # ## Questions 5 to 8
-# Question 6 is counted while a step runs with and without remat. The others are formulas of the model's sizes.
+# Question 5 asks when attention costs as much as its projections, and Question 6 what it costs to compute it again,
+# which is counted while a step runs with and without remat. Question 7 compares the FLOPs that DeepSeek-V3 needed with
+# those that its GPUs could have computed in the hours they ran, the model FLOPs utilization (MFU). In Question 8 each
+# of E = 256 experts sees only k/E of the tokens, so the critical batch is E/k times as large.
 
 # %%
 grouped = q1.with_(L=1, N=64, K=8, V=8)

@@ -7,6 +7,28 @@ backward, and its params are its leaves. The last sections follow the share of a
 problems are in 04_problems.py.
 """
 
+# %% [markdown]
+# ## Why count?
+# How long does a training step take, how many chips does it need, and which part of the model is worth making faster?
+# All of this follows from three numbers: the params, which have to be stored and moved; the FLOPs, which have to be
+# computed; and the bytes of the activations. They follow from the shapes of a layer's arrays alone, so one can answer
+# before anything is trained. What one gives up is everything that is not a product of matrices: norms, softmax and
+# activation functions cost few FLOPs, and are left out.
+#
+# These are the two blocks of a layer, attention and MLP, with the names of their weights:
+#
+#     x[B, T, D] - norm -+- W_Q[D, N, H] - Q -+
+#                        +- W_K[D, K, H] - K -+- softmax(Q K) V - W_O[N, H, D] - added to x
+#                        +- W_V[D, K, H] - V -+
+#
+#     x[B, T, D] - norm -+- W_in1[D, F] ----------+
+#                        +- W_in2[D, F] - silu ---+- their product - W_out[F, D] - added to x
+#
+# B is the number of sequences, T their length, D the width of the stream x between the blocks, and F that of the MLP
+# inside. Of each token N query heads and K heads of keys and values are computed, H wide, so G = N/K queries share a
+# key. S is the number of keys, T again unless there is a cache. V is the size of the vocabulary, L the number of
+# layers.
+
 # %%
 import math
 import re
@@ -35,8 +57,10 @@ def counted(f, *args) -> dict[str, int]:
 
 # %% [markdown]
 # ## Counting dots
-# The FLOPs of a contraction are twice the product of all its dims, where each dim counts once. Look at the last column:
-# the FLOPs of a matmul grow faster than the numbers it reads, but the FLOPs of a dot product grow with them.
+# A contraction multiplies and adds once for each combination of its indices, so its FLOPs are twice the product of all
+# its dims, where each dim counts once, whether both operands have it or one. Look at the last column: the FLOPs of a
+# matmul grow faster than the numbers it reads, but the FLOPs of a dot product grow with them. That is why Transformers
+# are made of matmuls.
 
 # %%
 CONTRACTIONS = [
@@ -54,9 +78,10 @@ page.table(rows, ["contraction", "einsum", "FLOPs", "numbers read", "FLOPs a num
 
 # %% [markdown]
 # ## Transformer accounting, operation by operation
-# The table has each operation of a layer, with the book's formulas for its FLOPs in training (forward and backward) and
-# its params. torch counts the FLOPs while the einsum and its two gradients run, on sizes that are all different. The
-# forward pass takes a third of them.
+# The table has each operation of a layer, with the book's formulas for its FLOPs in training and its params. Why 6? The
+# forward computes one product, 2 FLOPs for each term. The backward computes two of the same size, the gradients of both
+# operands. So a param costs 6 FLOPs for each token, 2 of them in the forward. torch counts the FLOPs while the einsum
+# and its two gradients run, on sizes that are all different.
 
 # %%
 SIZE = {"B": 2, "T": 5, "S": 7, "D": 12, "F": 20, "N": 6, "K": 3, "G": 2, "H": 4, "V": 11}
@@ -101,8 +126,10 @@ page.table(rows, ["", "operation", "the book's", "value", "counted", "same", "pa
 # %% [markdown]
 # ## Params and FLOPs of models
 # The same formulas describe real models. They are compared with the functional transformer on meta tensors, which have
-# shapes but no data. Look at how small a part of the params belongs to attention. The FLOPs over 6 x params x tokens
-# are near 1, unless the model is small or has as many heads as deepseek-v3 (1.25).
+# shapes but no data. Active params are those that one token uses: a model with experts uses a few of them (05_moe.py).
+# Look at how small a part of the params belongs to attention. The FLOPs of training over 6 x params x tokens (6PT) are
+# near 1, because nearly all FLOPs are products with params. They are more where the model is small or has as many heads
+# as deepseek-v3 (1.25), so that the products of queries and keys, which have no params, count.
 
 # %%
 B, T = 1, 4096
@@ -129,9 +156,10 @@ page.table(rows, ["model", "params\n1e9", "active\n1e9", "MLP", "atten-\ntion", 
 
 # %% [markdown]
 # ## Fractional cost of attention with context length
-# When does attention dominate? With F = 4D and NH = KH = D, its FLOPs over the rest's are T/(8D). The points are
-# counted on a small transformer, D = 64, as the FLOPs of batched matmuls (scores and values) over the FLOPs of the
-# other matmuls.
+# When does attention dominate? The dot products take 12BT^2NH FLOPs, and all other matmuls of the layer 18BTDF and
+# 24BTDNH. With F = 4D and NH = KH = D these are 12BT^2D and 96BTD^2, and the first over the second is T/(8D). So a wide
+# model can have long contexts before attention costs as much as the rest. The points are counted on a small
+# transformer, D = 64, as the FLOPs of batched matmuls (scores and values) over the FLOPs of the other matmuls.
 
 
 # %%
