@@ -154,7 +154,7 @@ def _most_pages(args, what: Served) -> int:
 def _options(args, what: Served, pages: int, groups: int) -> Options:
     proposals, longest = args.proposals if args.draft else 0, served_text(what.config)
     return Options(
-        pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, None, proposals, groups, longest
+        pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals, groups, longest
     )
 
 

@@ -32,6 +32,7 @@ from scaling.serve.text import TextStream
 from scaling.serve.types import ONE
 from scaling.spec import Spec
 
+LONGEST = 3  # tokens by which `ngram` looks for earlier places
 Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # (worker, works) -> each work's proposals, by its id
 
 
@@ -40,14 +41,14 @@ def by_ngrams(worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
     return {w.id: ngram((*w.before, *w.tokens), w.proposals) if w.proposals else [] for w in works}
 
 
-def ngram(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
+def ngram(tokens: Sequence[int], k: int) -> list[int]:
     """Return k proposals from the request's own tokens: those after an earlier occurrence of its last n tokens.
 
-    The longest n up to `longest` that occurs again is used, at its latest place. If none does, the last token is
+    The longest n up to `LONGEST` that occurs again is used, at its latest place. If none does, the last token is
     repeated.
     """
     tokens = list(tokens)
-    for n in range(min(longest, len(tokens) - 1), 0, -1):
+    for n in range(min(LONGEST, len(tokens) - 1), 0, -1):
         for start in range(len(tokens) - n - 1, -1, -1):
             if tokens[start : start + n] == tokens[-n:]:
                 after = tokens[start + n : start + n + k]
@@ -152,16 +153,13 @@ class Engine:
         config: The model.
         options: The scheduler's options.
         mesh: The mesh, or None for one device.
-        dtype: The dtype of the cache, as in `init_cache`.
         draft: (config, params), in either order, of a smaller model with the same vocabulary, or "ngram". It makes the
             proposals that `options` asks for. In fp32 no token depends on it.
         form: The form of decoding, one of `serve.types.FORMS` that has pages, or any if not `paged`. If it splits rows,
             over E or Z, `options.groups` is the number of groups.
         tokenizer: The tokenizer, needed for requests that end before a stop text.
         clock: A function that returns seconds, of the wall or of the processor.
-        paged: Whether the cache is in pages, or contiguous, with one page for each row.
-        compile: A backend of torch.compile, as in `fixed.Steps`.
-        capture: Whether to capture steps as CUDA graphs, as in `fixed.Steps`.
+        **model: As in `fixed.PagedModel`: the dtype of the cache, whether it is paged, compile and capture.
     """
 
     def __init__(
@@ -171,14 +169,11 @@ class Engine:
         options: Options,
         *,
         mesh=None,
-        dtype: torch.dtype | None = None,
         draft: Any = None,
         form: str = "heads",
         tokenizer: Any = None,
         clock: Callable[[], float] = time.perf_counter,
-        paged: bool = True,
-        compile: Any = None,
-        capture: bool = True,
+        **model,
     ):
         if (groups := share_of(ONE if mesh is None else mesh, form).groups) != options.groups:
             raise ValueError(
@@ -197,16 +192,7 @@ class Engine:
             )
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
         self.streams: dict[int, TextStream] = {}  # for requests that end before a stop text
-        own = partial(
-            PagedModel,
-            options=options,
-            mesh=mesh,
-            dtype=dtype,
-            form=form,
-            paged=paged,
-            compile=compile,
-            capture=capture,
-        )
+        own = partial(PagedModel, options=options, mesh=mesh, form=form, **model)
         self.model, self.draft = own(params, config), by_ngrams if draft == "ngram" else None
         self.models = [self.model]
         if draft not in (None, "ngram"):

@@ -8,7 +8,6 @@ differ.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +18,11 @@ from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.cache import divisible, init_cache, share_of
 from scaling.serve.engine import Engine
-from scaling.serve.fixed import PagedModel, Steps
+from scaling.serve.fixed import Steps
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
 from scaling.serve.sampling import sample
-from scaling.serve.states import Arrive, Options, Work
-from scaling.serve.step import prefill
+from scaling.serve.states import Arrive, Options
+from scaling.serve.step import extend, prefill
 from scaling.serve.types import ONE, check_mesh, plain_leaf
 
 
@@ -90,35 +89,46 @@ def generate(
     rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
     new: list[list[int]] = [[] for _ in rows]
     if draft is not None:  # the engine runs the draft and verifies its proposals
-        options: dict[str, Any] = {"mesh": mesh, "draft": draft, "proposals": proposals, "page": page, "form": form}
-        options |= {"dtype": dtype, "compile": compile, "capture": capture}
-        for step in stream(params, prompts, config, max_new_tokens, how, seed=seed, stop=stop, **options):
+        for step in stream(
+            params, prompts, config, max_new_tokens, how, seed=seed, stop=stop, mesh=mesh, draft=draft,
+            proposals=proposals, page=page, form=form, dtype=dtype, compile=compile, capture=capture,
+        ):  # fmt: skip
             for token in step:
                 new[token.row].append(token.id)
         return new
     draws = [Draw(how, each) for each in request_seeds(rows, seed)]
     if not rows or not max_new_tokens:
         return new
-    lengths, device, mesh = [*map(len, rows)], plain_leaf(params).device, ONE if mesh is None else mesh
-    check_mesh(config, mesh, form)
-    B, S = divisible(len(rows), max(lengths) + max_new_tokens, form, mesh)
-    filled = rows + [[0]] * (B - len(rows))  # padding rows make the batch divide over the mesh
-    tokens = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in filled], device=device)
-    held = torch.tensor([*map(len, filled)], device=device)
-    cache, live = init_cache(config, B, S, mesh=mesh, dtype=dtype, page=page, form=form), {*range(len(rows))}
+    tokens, held, cache = _batch(params, rows, max_new_tokens, config, mesh, form=form, dtype=dtype, page=page)
     logits, cache = prefill(params, tokens, cache, config, mesh, lengths=held, form=form, donate=True)
     decode = Steps(params, config, cache, mesh, form, compile=compile, capture=capture)
-    pages = cache["pages"].tolist() if page else ()
+    pages, starts, live = cache["pages"].tolist() if page else (), held.tolist(), {*range(len(rows))}
     for step in range(max_new_tokens):
-        drawn = sample(logits[: len(rows)], draws, [length + step for length in lengths])
+        drawn = sample(logits[: len(rows)], draws, [len(row) + step for row in rows])
         for row in live:
             new[row].append(drawn[row])
         live = {row for row in live if drawn[row] not in stops}
         if not live or step + 1 == max_new_tokens:
             break
-        following = [[id] for id in drawn + [0] * (B - len(rows))]
-        logits = decode(following, [len(row) + step for row in filled], pages)
+        following = [[id] for id in drawn + [0] * (len(starts) - len(rows))]
+        logits = decode(following, [start + step for start in starts], pages)
     return new
+
+
+def _batch(
+    params: dict, rows: list[list[int]], room: int, config: Config, mesh, **cache
+) -> tuple[Tensor, Tensor, dict]:
+    """Return (tokens[B, T], lengths[B], an empty cache) of the rows, each with `room` for new tokens.
+
+    Rows of one token are added, so that the batch divides over the mesh.
+    """
+    on, device, T = ONE if mesh is None else mesh, plain_leaf(params).device, max(map(len, rows))
+    check_mesh(config, on, cache["form"])
+    B, S = divisible(len(rows), T + room, cache["form"], on)
+    rows = rows + [[0]] * (B - len(rows))
+    tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=device)
+    lengths = torch.tensor([*map(len, rows)], device=device)
+    return tokens, lengths, init_cache(config, B, S, mesh=mesh, **cache)
 
 
 def stream(
@@ -135,19 +145,24 @@ def stream(
     proposals: int = 4,
     page: int | None = None,
     form: str = "heads",
-    dtype: torch.dtype | None = None,
-    compile: Any = None,
-    capture: bool = True,
+    **more,
 ) -> Iterator[list[Token]]:
-    """Yield the tokens that `generate` returns as the engine finds them: each step's, in the order of the prompts."""
+    """Yield the tokens that `generate` returns as the engine finds them: each step's, in the order of the prompts.
+
+    The other arguments are as in `Engine`.
+    """
     rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
     seeds = request_seeds(rows, seed)
     if not rows or not max_new_tokens:
         return
-    options = _options(rows, max_new_tokens, config, mesh, page, form)
-    options = replace(options, proposals=0 if draft is None else proposals)
-    given = {"mesh": mesh, "form": form, "dtype": dtype, "compile": compile, "capture": capture}
-    engine = Engine(params, config, options, draft=draft, paged=page is not None, **given)
+    on = ONE if mesh is None else mesh
+    check_mesh(config, on, form)
+    groups, (B, S) = share_of(on, form).groups, divisible(len(rows), max(map(len, rows)) + max_new_tokens, form, on)
+    size, ahead = page or S, 0 if draft is None else proposals  # without pages, a row is one page
+    pages = B // groups * -(-S // size)
+    options = Options(pages, size, len(rows), policy="static", prefix=False, proposals=ahead, groups=groups)
+    paged = page is not None
+    engine = Engine(params, config, options, mesh=mesh, draft=draft, form=form, paged=paged, **more)
     requests = [Request(row, tuple(ids), max_new_tokens, stops, Draw(how, seeds[row])) for row, ids in enumerate(rows)]
     state, events = scheduler.initial(options), [*map(Arrive, requests)]
     while True:
@@ -171,18 +186,6 @@ def check_prompts(
     whole(0, max_new_tokens=max_new_tokens)
     whole(proposals=proposals, page=1 if page is None else page)
     return rows, frozenset(whole_numbers("stop", [stop] if isinstance(stop, int) else stop))
-
-
-def _options(rows: list[list[int]], room: int, config: Config, mesh, page: int | None, form: str) -> Options:
-    """Return an engine's options for all rows at once, each with `room` for new tokens.
-
-    Without a `page`, each row is one page.
-    """
-    mesh = ONE if mesh is None else mesh
-    check_mesh(config, mesh, form)
-    groups, (B, length) = share_of(mesh, form).groups, divisible(len(rows), max(map(len, rows)) + room, form, mesh)
-    size = page or length
-    return Options(B // groups * -(-length // size), size, len(rows), policy="static", prefix=False, groups=groups)
 
 
 def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
@@ -214,11 +217,7 @@ def score(
     rows = _rows("text", texts, config)
     if not rows:
         return []
-    options = _options(rows, 0, config, mesh, None, form)
-    model, works = PagedModel(params, config, options, mesh, dtype, form, paged=False), []
-    for i, row in enumerate(rows):
-        page, group = divmod(i, options.groups)
-        works.append(Work(Request(i, tuple(row), 1), 0, tuple(row), (page,), False, group=group))
-    logits = model.logits("engine", works, every=True)
+    tokens, lengths, cache = _batch(params, rows, 0, config, mesh, form=form, dtype=dtype)
+    logits, _ = extend(params, tokens, cache, config, mesh, lengths=lengths, form=form, donate=True)
     given = [(i, row[1:], logits[i, : len(row) - 1]) for i, row in enumerate(rows)]
     return [[token.logprob for token in _with_logprobs([own])] for own in given]

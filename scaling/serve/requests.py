@@ -39,9 +39,8 @@ class Sampling:
 
     def __post_init__(self):
         of_type("temperature", self.temperature, Real)
-        of_type("top_k", self.top_k, Integral, NoneType)
-        of_type("top_p", self.top_p, Real, NoneType)
-        of_type("min_p", self.min_p, Real, NoneType)
+        for name, kind in (("top_k", Integral), ("top_p", Real), ("min_p", Real)):
+            of_type(name, getattr(self, name), kind, NoneType)
         for name, fits, rule in (
             ("temperature", 0 <= as_float(self.temperature) < math.inf, "is a finite number of at least 0"),
             ("top_k", self.top_k is None or self.top_k >= 1, "of at least 1, or None"),

@@ -50,14 +50,12 @@ def initial(options: Options) -> State:
 
     Only the worker that prefills keeps pages for prefix hits.
     """
-    sizes = dict.fromkeys(POLICIES[options.policy].workers, options.pages)
-    if DECODE in sizes:
-        sizes[DECODE] = options.decode_pages or options.pages
-    return State(options, pools={worker: _pools(worker, total, options) for worker, total in sizes.items()})
 
+    def pools(worker: str) -> tuple[Pool, ...]:
+        prefix = options.prefix and worker != DECODE
+        return tuple(Pool(options.pages, options.page, prefix) for _ in range(options.groups))
 
-def _pools(worker: str, total: int, options: Options) -> tuple[Pool, ...]:
-    return tuple(Pool(total, options.page, options.prefix and worker != DECODE) for _ in range(options.groups))
+    return State(options, pools={worker: pools(worker) for worker in POLICIES[options.policy].workers})
 
 
 def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Action]]:

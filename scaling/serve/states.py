@@ -32,7 +32,6 @@ class Options:
         budget: Tokens of a step under the policy "chunked".
         policy: The batching policy.
         prefix: Whether prompts share the pages of equal prefixes.
-        decode_pages: Pages of the worker that decodes, under "disaggregated"; None: as many as `pages`.
         proposals: The most tokens of a draft that a decode step checks for each request; all count in the budget.
         longest: The longest prompt and completion together that the model is served with; None: as long as fits.
         groups: Groups of ranks among which the requests are split, each with its own pages, as a form of decoding
@@ -45,7 +44,6 @@ class Options:
     budget: int = 64
     policy: str = "chunked"
     prefix: bool = True
-    decode_pages: int | None = None
     proposals: int = 0
     groups: int = 1
     longest: int | None = None
@@ -55,14 +53,12 @@ class Options:
             raise ValueError(f"unknown policy {self.policy!r}\n  fix: choose one of {', '.join(POLICIES)}")
         whole(pages=self.pages, page=self.page, slots=self.slots, budget=self.budget, groups=self.groups)
         whole(0, proposals=self.proposals)
-        whole(decode_pages=1 if self.decode_pages is None else self.decode_pages)
         flag(prefix=self.prefix)
 
     @property
     def length(self) -> int:
         """The longest prompt and completion together that fit."""
-        fits = self.page * min(self.pages, self.decode_pages or self.pages)
-        return fits if self.longest is None else min(fits, self.longest)
+        return min(self.page * self.pages, self.longest or self.page * self.pages)
 
 
 class Arrive(NamedTuple):

@@ -38,15 +38,15 @@ class Bug(NamedTuple):
 
 BUGS = (
     Bug("a prefix cache that keeps pages of old weights", "InternLM/lmdeploy#4917 radixark/miles#2782", {DRAW: {
-        "    engine = Engine(params, config, options, draft=draft, paged=page is not None, **given)\n":
-            "    engine = KEPT.setdefault('engine', Engine(params, config, options, **given))\n"
+        "    engine = Engine(params, config, options, mesh=mesh, draft=draft, form=form, paged=paged, **more)\n":
+            "    engine = KEPT.setdefault('engine', Engine(params, config, options, mesh=mesh, form=form, **more))\n"
             "    for pool in engine.model.pools.values():\n        pool.params = params\n"
             "    first = KEPT['first'] = KEPT.get('first', -len(rows)) + len(rows)\n",
         "[Request(row, tuple": "[Request(first + row, tuple",
         "state, events = scheduler.initial(options)": "state, events = KEPT.get('state') or scheduler.initial(options)",
         "        if not events:\n": "        if not events:\n            KEPT['state'] = state\n",
         "[(row, own.tokens, own.logits) for row,": "[(row - first, own.tokens, own.logits) for row,",
-        "    size = page or length\n": "    size, length = 1, 99\n", "prefix=False": "prefix=True",
+        "    size, ahead = page or S,": "    size, S, ahead = 1, 99,", "prefix=False": "prefix=True",
         "\n\nclass Token": "\n\nKEPT = {}\n\n\nclass Token"}}, "gap_max", steps=3),
     Bug("weights that are not sent after an update", f"{MARIN}#236", {LOOP: {
         "        weights = pushed(frozen | params if trains else None, settings, meshes)\n        ends":

@@ -108,7 +108,7 @@ class Audited:
             cached = pool.edges.keys() - pool.refs.keys()
             assert sorted([*pool.free, *pool.refs, *cached]) == [*range(pool.total)]
             assert (pool.held, pool.cached) == (len(pool.refs), len(cached))
-            assert pool.total == ((worker == "decode" and self.options.decode_pages) or self.options.pages)
+            assert pool.total == self.options.pages
             holders = Counter(p for live in mine.values() if live.where == worker for p in live.pages)
             holders += Counter(p for live in mine.values() if worker == "decode" for p in live.target or ())
             assert holders == Counter(pool.refs), "reference counts are not the holders"
@@ -165,7 +165,7 @@ def trace(seed: int, groups: int = 1, drafted: bool | None = None):
     options = Options(
         pages=chance.randint(4, 12), page=page, slots=groups * chance.randint(1, 4), budget=chance.randint(1, 8),
         policy=chance.choice(["static", "interleaved", "chunked", "disaggregated"]),
-        prefix=chance.random() < 0.8, decode_pages=chance.choice([None, chance.randint(4, 12)]),
+        prefix=chance.random() < 0.8,
         proposals=chance.choice([0, 0, 1, 2, 5] if drafted is None else [1, 2, 5] if drafted else [0]), groups=groups,
     )  # fmt: skip
     stems = [tuple(chance.randrange(V) for _ in range(chance.choice([page, 2 * page]))) for _ in range(2)]
@@ -195,7 +195,7 @@ def check(served, arrivals, cancel, options: Options, alone) -> None:
             assert times.reason == ("stop" if wanted[-1] in request.stop else "length")
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(5000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [160, pytest.param(5000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_random_traces(groups, count):
     """Each thing must have happened: requests that are preempted and come again (nano-vllm#144, #211, #233), pages that

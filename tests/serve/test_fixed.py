@@ -86,11 +86,11 @@ def compared(mesh, name: str, form="heads", steps=20, tolerance=1e-12, compile=N
     return step
 
 
-@pytest.mark.parametrize(
-    ("steps", "name", "cache"),
-    [*((10, *case) for case in CASES), *(pytest.param(200, *case, marks=pytest.mark.sweep) for case in CASES + LONG)],
-    ids=str,
-)
+SHORT = [pytest.param(10, *case, id=", ".join((case[0], *case[1]))) for case in CASES]
+LONG = [pytest.param(200, *case, marks=pytest.mark.sweep, id=", ".join((case[0], *case[1]))) for case in CASES + LONG]
+
+
+@pytest.mark.parametrize(("steps", "name", "cache"), [*SHORT, *LONG])
 def test_tokens_are_those_of_decode_by_one_graph_that_reads_nothing(steps, name, cache, monkeypatch):
     monkeypatch.setattr(fixed, "LEAST", ROOM)  # one bucket, of all places and pages
     monkeypatch.setattr(fixed.Steps, "rounded", lambda self, n: n if n == 1 else ROOM // 4)
@@ -153,7 +153,7 @@ def test_what_inductor_allocates():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS])
 def test_on_the_meta_device_where_every_read_is_an_error(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", uncompiled)
     config = CONFIGS[name]
@@ -167,8 +167,10 @@ def test_on_the_meta_device_where_every_read_is_an_error(name, monkeypatch):
         assert step([[1], [2, 3], [], [4]], [5, 6, 0, 9], pages, every=True).shape == (B, 2, config.V)
 
 
-MESHES = [({"Z": 2}, "gqa", "sequence", {}), ({"E": 2}, "experts", "heads", {})]
-MORE = [({"Y": 2}, "gqa", "heads", {}), ({"X": 2}, "rich", "2d", PAGED | INT8), ({"Y": 2}, "deepseek", "experts", {})]
+CONFIGS |= {f"{name}, 1 layer": CONFIGS[name].with_(L=1) for name in ("gqa", "experts")}
+MESHES = [({"Z": 2}, "gqa, 1 layer", "sequence", {}), ({"E": 2}, "experts, 1 layer", "heads", {})]
+MORE = [({"Y": 2}, "gqa", "heads", {}), ({"Z": 2}, "gqa", "sequence", {}), ({"E": 2}, "experts", "heads", {})]
+MORE += [({"X": 2}, "rich", "2d", PAGED | INT8), ({"Y": 2}, "deepseek", "experts", {})]
 MORE += [({"Z": 2}, "experts", "heads_batch", PAGED), ({"E": 2, "Y": 2}, "deepseek", "experts", {})]
 MORE += [
     ({"Y": 2}, "rich", "heads", PAGED | INT8),
@@ -184,7 +186,7 @@ def on_a_mesh(mesh, name, form, cache) -> dict[str, int]:
     torch._dynamo.reset()
     graphs: list[Counter] = []
     tolerance = 1e-6 if "dtype" in cache else 1e-12
-    step = compared(mesh, name, form, steps=4, compile=watched(graphs), tolerance=tolerance, **cache)
+    step = compared(mesh, name, form, steps=3, compile=watched(graphs), tolerance=tolerance, **cache)
     assert len(graphs) == len(step.made)
     assert not [op for graph in graphs for op in graph if any(read in op for read in READS)]
     return {op: count for op, count in graphs[0].items() if "c10d" in op}

@@ -160,7 +160,7 @@ OPTIONS = {  # of generate, of what is drawn from, of the engine
     "sampling.probabilities(LOGITS[:, :0], Sampling())": "got torch.float32 [2, 0]",
     "sampling.draw_token(torch.zeros(1, 4), torch.tensor([0.5]))": "without a sum above 0",
     "sampling.draw_token(LOGITS.softmax(-1), torch.tensor([0.5]))": "u[1] and p[2, 16]",
-    "Options(4, decode_pages=0)": "decode_pages = 0", "Options(4, proposals=-1)": "proposals = -1",
+    "Options(4, proposals=-1)": "proposals = -1",
     "Options(4, prefix='no')": "must be True or False", "Options(4, policy='best')": "unknown policy",
     "TextStream(Unknown('x'), ['a'])": "needs its tokenizer", "served(at=NAN)": "a time", "served(at='0')": "a time",
     "served(cancel=[(NAN, 0)])": "a time", "served(clock=lambda: NAN)": "seconds of a step",
