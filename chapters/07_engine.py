@@ -31,12 +31,11 @@ from scaling.configs import Config, get
 from scaling.cost import serving
 from scaling.hardware import chip
 from scaling.models import transformer
+from scaling.plan.serve.traces import gantt
 from scaling.serve import engine
 from scaling.serve.requests import Request
-from scaling.serve.simulate import Simulated, simulate
+from scaling.serve.simulate import simulate
 from scaling.serve.states import POLICIES, Move, Options, Run
-from scaling.show import bars
-from scaling.show.bars import Bar
 
 page = Page(__doc__, seed=True, plot=True)
 V5E, CHIPS = chip("v5e"), 16
@@ -70,24 +69,13 @@ def requests(rows) -> list[tuple[float, Request]]:
             in enumerate(rows)]  # fmt: skip
 
 
-def gantt(served: Simulated, seconds: float) -> str:
-    """Draw a row for each request, `WIDTH` columns of time."""
-    drawn = [Bar(str(id), ".", times.arrival, times.end) for id, times in served.requests.items()]
-    for start, end, action in served.spans:
-        each = [(action.id, ">")] if isinstance(action, Move) else [
-            (work.id, "P" if len(work.tokens) > 1 else "d") for work in action.works]  # fmt: skip
-        drawn += [Bar(str(id), letter, start, end) for id, letter in each]
-    drawn.sort(key=lambda bar: bar.label == "P")  # drawn over the others
-    return bars.text(drawn, WIDTH, seconds, idle=" ", fill="")
-
-
 drawn = {}
 for policy in POLICIES:
     options = Options(pages=1200, page=16, slots=4, budget=512, policy=policy, prefix=False)
     drawn[policy] = simulate(requests(ARRIVALS), options, modelled)
 longest = max(served.seconds for served in drawn.values())
 page.title(f"Six requests, {longest:.2f} s across")
-pictures = [f"{policy}: {served.seconds:.2f} s\n{gantt(served, longest)}" for policy, served in drawn.items()]
+pictures = [f"{policy}: {served.seconds:.2f} s\n{gantt(served, WIDTH, longest)}" for policy, served in drawn.items()]
 page.say(layout.beside(pictures, gap=2, columns=80))
 
 # %% [markdown]

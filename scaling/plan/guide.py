@@ -18,12 +18,10 @@ from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost.units import significant
 from scaling.hardware import CHIPS, Chip, Level, chip
-from scaling.hardware.catalogue import CLASS
 from scaling.models.leaves import counted_without
 from scaling.plan.candidates import plans, search
 from scaling.plan.evaluate import Estimate
-from scaling.plan.fitting import help_needed
-from scaling.plan.frugal import Frugal, frugal_ways
+from scaling.plan.fitting import Frugal, frugal_ways, help_needed
 from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded, size
 
@@ -162,14 +160,14 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
 
 
 def quantity(text: str) -> float:
-    """Read a number with a unit: "24GB" and "32e9" are decimal, "24GiB" is binary."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(i(?=B$))?(?:B|FLOPs|B/s|FLOPs/s)?", text, re.ASCII)
+    """Read a number of bytes: "24GB" and "32e9" are decimal, "24GiB" is binary."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(i(?=B$))?B?", text, re.ASCII)
     try:
         value = float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ") if match else 0.0
     except ValueError:
         value = 0.0
     if not 0 < value < 1e30:
-        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number with a unit; fix: write it as 24GB or 165T")
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number of bytes; fix: write it as 24GB")
     return value
 
 
@@ -180,13 +178,6 @@ def _parser() -> Parser:
     parser.add_argument("--gpus", type=integer(1), default=1, help="number of GPUs (default 1)")
     parser.add_argument("--gpu", help=f"{CHIPS}; or give its --memory instead")
     parser.add_argument("--memory", type=quantity, help="memory of one GPU, such as 24GB")
-    parser.add_argument("--flops", type=quantity, help="FLOPs/s of one GPU in bf16, such as 165T (for the times)")
-    parser.add_argument(
-        "--link",
-        type=quantity,
-        default=25e9,
-        help="bandwidth of a GPU's link one way, in bytes/s (default 25G: PCIe 4)",
-    )
     parser.add_argument(
         "--sequences", type=integer(1), help="sequences per step, over all GPUs (default 32, or one for each GPU)"
     )
@@ -217,18 +208,14 @@ def main(arguments: list[str]) -> int:
         if gpu.kind != "gpu":
             raise ValueError(f"{gpu.name} is a {gpu.kind}\n  fix: for TPUs use python -m scaling.plan --help")
     else:
-        levels = (Level("node", max(args.gpus, 2), args.link),)
-        like = chip(CLASS["gpu"])
-        gpu = Chip(
-            "GPU", "gpu", peaks=(("bf16", args.flops or 1e14),), hbm_bytes=args.memory, levels=levels,
-            efficiency=like.efficiency, efficiency_of=like.name,
-        )  # fmt: skip
+        levels = (Level("node", max(args.gpus, 2), 25e9),)  # not timed
+        gpu = Chip("GPU", "gpu", peaks=(("bf16", 1e14),), hbm_bytes=args.memory, levels=levels)
     each = 2 if args.precision == "bf16" else 4
     sequences = args.sequences or max(32, args.gpus)
     job = Job(
         get(args.model), sequences * args.seq, args.seq, param_bytes=each, grad_bytes=each,
         optimizer_bytes=args.optimizer_bytes,
     )  # fmt: skip
-    text, fits = advice(job, gpu, args.gpus, timed=bool(args.gpu or args.flops))
+    text, fits = advice(job, gpu, args.gpus, timed=bool(args.gpu))
     print(text)
     return int(not fits)

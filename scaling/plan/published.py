@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
-from scaling.common.console import Parser, complain
+from scaling.common.console import Parser, complain, complaining
 from scaling.configs import get
 from scaling.hardware import Chip, chip
 from scaling.plan.candidates import rank, search
@@ -196,19 +196,26 @@ def as_dict(row: Beside) -> dict:
     }  # fmt: skip
 
 
-def main(arguments: list[str]) -> int:
-    """Print the comparison; return the exit status, 1 if a difference is not explained."""
-    parser = Parser(prog="python -m scaling.plan published", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="runs whose name contains this")
+def named(arguments: list[str], prog: str, about: str, found: Sequence[tuple[str, Any]]) -> tuple[list, bool]:
+    """Return the values of `found` whose names contain `--only`, and whether to print JSON; ValueError if none does."""
+    parser = Parser(prog=f"python -m scaling.plan {prog}", description=about.partition("\n")[0])
+    parser.add_argument("--only", default="", help="those whose name contains this")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(arguments)
-    wanted = [run for run in published_runs() if args.only.lower() in run.where.lower()]
-    if not wanted:
-        names = ", ".join(sorted({run.name for run in published_runs()}))
-        complain(f"error: no run is called {args.only!r}\n  fix: choose among {names}")
-        return 2
+    kept = [value for name, value in found if args.only.lower() in name.lower()]
+    if not kept:
+        names = ", ".join(dict.fromkeys(name.partition(",")[0] for name, _ in found))
+        raise ValueError(f"nothing is called {args.only!r}\n  fix: choose among {names}")
+    return kept, args.json
+
+
+@complaining(ValueError, code=2)
+def main(arguments: list[str]) -> int:
+    """Print the comparison; return the exit status, 1 if a difference is not explained."""
+    runs = [(run.where, run) for run in published_runs()]
+    wanted, as_json = named(arguments, "published", __doc__ or "", runs)
     rows = [beside_planner(run) for run in wanted]
-    print(json.dumps([as_dict(row) for row in rows], indent=1) if args.json else table(rows))
+    print(json.dumps([as_dict(row) for row in rows], indent=1) if as_json else table(rows))
     unsaid = [row for row in rows if (row.gain > BETTER and not row.run.gave)]
     unsaid += [row for row in rows if row.run.compared and abs(row.error) > BETTER and not row.run.wanting]
     for row in unsaid:

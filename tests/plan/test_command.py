@@ -79,7 +79,7 @@ SAID = [  # arguments, exit status, what is said among other things
     ("serv --model llama3-8b", 2, ["there is no command 'serv'", "guide, posttrain, published, serve"]),
     ("guide --model llama3-8b", 2, ["--gpu rtx4090, or its memory"]),
     ("guide --model llama3-70b --memory 24GiB", 1, ["Nothing fits", "too large for the 23.2 GB"]),
-    ("published --only gpt-9", 2, ["no run is called 'gpt-9'"]),
+    ("published --only gpt-9", 2, ["nothing is called 'gpt-9'"]),
     ("guide --model llama3-8b --gpu h100 --gpus 8", 0, ["Take: FSDP"]),
     ("guide --model llama3-70b --gpu 4090 --gpus 2", 1, ["Nothing fits", "QLoRA", "on 4 chips: TP 4 holds"]),
     ("guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768", 0, ["DDP 16384 1 96.4 GB"]),
@@ -99,7 +99,7 @@ SAID = [  # arguments, exit status, what is said among other things
     (f"{SERVE} --compute fp4", 2, ["no FLOPs/s for fp4"]),
     ("serve --model llama3-70b --chip v5e", 2, ["fix: give --context, or --prompt and --output"]),
     ("serve published", 0, ["none beats its bound", *serving.data()["sources"].values()]),
-    ("serve published --only gpt-9", 2, ["no group is called 'gpt-9'"]),
+    ("serve published --only gpt-9", 2, ["nothing is called 'gpt-9'"]),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pytest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Job, plans
-from scaling.plan.frugal import adapter_params, frugal_ways
+from scaling.plan.fitting import adapter_params, frugal_ways
 from scaling.plan.job import Fixed
 
 L8 = get("llama3-8b")

@@ -268,16 +268,16 @@ def work(id, tokens):
     return Work(Request(id, (0,), 1), 0, (0,) * tokens, (0,), True)
 
 
-def test_slots_as_drawn():
-    """Two requests beside each other, the third where the first was; the second's cache is moved."""
+def test_requests_as_drawn():
+    """The first two run beside each other, the third waits for a slot; the second's cache is moved."""
     spans = (
         WorkSpan(0.0, 2.0, Run("engine", (work(0, 5),))), WorkSpan(2.0, 4.0, Run("engine", (work(0, 1), work(1, 3)))),
         WorkSpan(4.0, 5.0, Move(1, 3, (0,), (1,))), WorkSpan(6.0, 7.0, Run("engine", (work(1, 1), work(2, 2)))),
         WorkSpan(7.0, 10.0, Run("engine", (work(2, 1),))),
     )  # fmt: skip
-    served = Simulated(spans, {id: RequestTimes(0.0) for id in range(3)})
-    assert gantt(served, 10) == "  0 |PPdd  Pddd|\n  1 |  PP>.d   |"
-    assert gantt(served, 10, rows=1).endswith("and 1 more slots")
+    served = Simulated(spans, {id: RequestTimes(2.0 * id, end=end) for id, end in enumerate((4.0, 7.0, 10.0))})
+    assert gantt(served, 10) == "0 |PPdd      |\n1 |  PP>.d   |\n2 |    ..Pddd|"
+    assert gantt(served, 10, most=1) == "0 |PPdd      |"
 
 
 def test_ranks_wait_for_the_group_that_has_most_to_do():

@@ -14,10 +14,11 @@ from functools import cache
 from pathlib import Path
 
 from scaling.common import tables
-from scaling.common.console import Parser, complain
+from scaling.common.console import complain, complaining
 from scaling.configs import Config, get
 from scaling.cost import decoding, serving
 from scaling.hardware import Chip, chip
+from scaling.plan.published import named
 from scaling.plan.report import folded
 
 
@@ -140,19 +141,13 @@ def as_dict(one: PublishedStep) -> dict:
     }  # fmt: skip
 
 
+@complaining(ValueError, code=2)
 def main(arguments: list[str]) -> int:
     """Print the published figures; return the exit status, 1 if one beats its bound."""
-    parser = Parser(prog="python -m scaling.plan serve published", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="groups whose name contains this")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    args = parser.parse_args(arguments)
-    groups = [group for group in data()["group"] if args.only.lower() in group["name"].lower()]
-    if not groups:
-        names = "; ".join(group["name"] for group in data()["group"])
-        complain(f"error: no group is called {args.only!r}\n  fix: choose among {names}")
-        return 2
+    named_groups = [(group["name"], group) for group in data()["group"]]
+    groups, as_json = named(arguments, "serve published", __doc__ or "", named_groups)
     found = [one for group in groups for one in measured_steps(group)]
-    print(json.dumps([as_dict(one) for one in found], indent=1) if args.json else table(groups))
+    print(json.dumps([as_dict(one) for one in found], indent=1) if as_json else table(groups))
     beaten = [one for one in found if one.seconds < one.bound]
     for one in beaten:
         complain(f"{one.group}: {one.config.name}, batch {one.batch}: beats its bound")

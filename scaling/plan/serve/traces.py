@@ -8,7 +8,6 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from scaling.cost import decoding, serving
 from scaling.plan.serve.candidates import ServingPlan as Plan
@@ -61,30 +60,18 @@ def under_load(plan: Plan, *, rate: float, policy: str = "chunked", count: int =
     return simulate(arrivals, options, modelled(plan))
 
 
-def gantt(served: Simulated, width: int = 80, rows: int = 16) -> str:
-    """Draw the slots in time: `P` a prompt runs, `d` a request decodes, `.` it waits in its slot, `>` its cache moves.
-
-    A request takes the first free row. If there are more than `rows` rows, the first are drawn.
-    """
-    busy: dict[int, list[Bar]] = {}
+def gantt(served: Simulated, width: int = 80, seconds: float | None = None, most: int = 16) -> str:
+    """Draw the first requests in time: `P` a prompt runs, `d` a request decodes, `.` it waits, `>` its cache moves."""
+    shown = list(served.requests.items())[:most]
+    rows = {id: str(id).rjust(len(str(shown[-1][0]))) for id, _ in shown}
+    drawn = [Bar(rows[id], ".", times.arrival, times.end) for id, times in shown]
     for start, end, action in served.spans:
-        if isinstance(action, Move):
-            busy.setdefault(action.id, []).append(Bar("", ">", start, end))
-        else:
-            for work in action.works:
-                letter = "P" if len(work.tokens) > 1 or action.worker == PREFILL else "d"
-                busy.setdefault(work.id, []).append(Bar("", letter, start, end))
-    free: list[float] = []
-    drawn: list[Bar] = []
-    for parts in sorted(busy.values(), key=lambda parts: parts[0].start):
-        first, last = parts[0].start, parts[-1].end
-        row = next((i for i, until in enumerate(free) if until <= first), len(free))
-        free[row : row + 1] = [last]
-        drawn += [replace(bar, row=f"{row:>3}") for bar in (Bar("", ".", first, last), *parts)]
-    shown = [bar for bar in drawn if int(bar.row) < rows]
-    shown.sort(key=lambda bar: (int(bar.row), ".d>P".index(bar.label)))  # the later ones lie over the others
-    more = [f"    and {len(free) - rows} more slots"] if len(free) > rows else []
-    return "\n".join([text_of(shown, width, served.seconds, idle=" ", fill=""), *more])
+        each = [(action.id, ">")] if isinstance(action, Move) else [
+            (work.id, "P" if len(work.tokens) > 1 or action.worker == PREFILL else "d") for work in action.works
+        ]  # fmt: skip
+        drawn += [Bar(rows[id], letter, start, end) for id, letter in each if id in rows]
+    drawn.sort(key=lambda bar: ".d>P".index(bar.label))  # the later ones lie over the others
+    return text_of(drawn, width, seconds or served.seconds, idle=" ", fill="")
 
 
 def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
@@ -95,7 +82,7 @@ def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
         f"Simulated: {len(served.requests)} requests, {rate:g} a second, {policy} on {slices}; the engine's scheduler",
         f"  {served.throughput:,.0f} tokens/s; TTFT p50 {at['ttft', 50]:,.4g} ms, p95 {at['ttft', 95]:,.4g} ms; "
         f"TPOT p50 {at['tpot', 50]:,.4g} ms, p95 {at['tpot', 95]:,.4g} ms",
-        "", f"Slots, {served.seconds:.3g} s across: P prompt, d decode, . waiting", gantt(served),
+        "", f"Requests, {served.seconds:.3g} s across: P prompt, d decode, . waiting", gantt(served),
     ])  # fmt: skip
 
 
