@@ -14,6 +14,7 @@ from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.cost import decoding, serving
 from scaling.cost.memory import ROOM
+from scaling.cost.transformer import prefill_flops
 from scaling.hardware import Chip
 from scaling.plan.serve.forecast import ENGINES, PromptRun, first_token, likely_token
 from scaling.spec import dtype_bytes
@@ -66,6 +67,11 @@ class Service:
     def seen(self) -> float:
         """Tokens of a sequence that a step sees."""
         return self.prompt + self.generated / 2 if self.over_time else self.context
+
+    @cached_property
+    def prompt_flops(self) -> float:
+        """FLOPs of a prompt."""
+        return prefill_flops(self.config, self.prompt)
 
     @cached_property
     def load(self) -> serving.Load:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scaling.cost import decoding
-from scaling.cost import transformer as tm
 from scaling.hardware import Chip
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class PromptRun:
     def peak(self) -> float:
         """Seconds of the prompt's FLOPs at the peak."""
         s = self.service
-        return tm.prefill_flops(s.config, s.prompt) / (self.chips * self.chip.flops(s.compute))
+        return s.prompt_flops / (self.chips * self.chip.flops(s.compute))
 
     def taken(self, ranks: int) -> float:
         """Return the seconds in which the chips compute and send, if `ranks` of them share attention."""

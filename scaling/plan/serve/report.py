@@ -50,6 +50,8 @@ def notes(served: ServingPlan) -> list[str]:
     said.append(f"a bound over the forms {', '.join(decoding.FORMS)}; other systems may have better ones")
     if s.copied:
         said.append(f"{s.copied} experts are stored twice, so that each chip has equally many")
+    if not (s.latency or s.ttft or s.tpot):
+        said.append("no limit of time was given: --ttft and --tpot find the best within such limits")
     if s.over_time:
         said.append("caches are counted at the prompt and half of the output, as they are on average")
     return said
