@@ -196,7 +196,7 @@ def as_dict(row: Beside) -> dict:
     }  # fmt: skip
 
 
-def named(arguments: list[str], prog: str, about: str, found: Sequence[tuple[str, Any]]) -> tuple[list, bool]:
+def chosen_rows(arguments: list[str], prog: str, about: str, found: Sequence[tuple[str, Any]]) -> tuple[list, bool]:
     """Return the values of `found` whose names contain `--only`, and whether to print JSON; ValueError if none does."""
     parser = Parser(prog=f"python -m scaling.plan {prog}", description=about.partition("\n")[0])
     parser.add_argument("--only", default="", help="those whose name contains this")
@@ -213,7 +213,7 @@ def named(arguments: list[str], prog: str, about: str, found: Sequence[tuple[str
 def main(arguments: list[str]) -> int:
     """Print the comparison; return the exit status, 1 if a difference is not explained."""
     runs = [(run.where, run) for run in published_runs()]
-    wanted, as_json = named(arguments, "published", __doc__ or "", runs)
+    wanted, as_json = chosen_rows(arguments, "published", __doc__ or "", runs)
     rows = [beside_planner(run) for run in wanted]
     print(json.dumps([as_dict(row) for row in rows], indent=1) if as_json else table(rows))
     unsaid = [row for row in rows if (row.gain > BETTER and not row.run.gave)]

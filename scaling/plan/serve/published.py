@@ -18,7 +18,7 @@ from scaling.common.console import complain, complaining
 from scaling.configs import Config, get
 from scaling.cost import decoding, serving
 from scaling.hardware import Chip, chip
-from scaling.plan.published import named
+from scaling.plan.published import chosen_rows
 from scaling.plan.report import folded
 
 
@@ -145,7 +145,7 @@ def as_dict(one: PublishedStep) -> dict:
 def main(arguments: list[str]) -> int:
     """Print the published figures; return the exit status, 1 if one beats its bound."""
     named_groups = [(group["name"], group) for group in data()["group"]]
-    groups, as_json = named(arguments, "serve published", __doc__ or "", named_groups)
+    groups, as_json = chosen_rows(arguments, "serve published", __doc__ or "", named_groups)
     found = [one for group in groups for one in measured_steps(group)]
     print(json.dumps([as_dict(one) for one in found], indent=1) if as_json else table(groups))
     beaten = [one for one in found if one.seconds < one.bound]
