@@ -11,17 +11,21 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import httpx
 import pytest
 
-from scaling.configs import Config
-from scaling.models import transformer
-from scaling.models.text import ByteText
-from scaling.serve.generation import stream
-from scaling.serve.requests import Sampling
-from scaling.serve.states import Options
-from scaling.serve.web import server
-from scaling.serve.web.words import Model
+for extra in ("starlette", "uvicorn", "prometheus_client", "httpx"):  # whoever imports this file is skipped without
+    pytest.importorskip(extra, reason="the extras serve and test have it")
+
+import httpx  # noqa: E402
+
+from scaling.configs import Config  # noqa: E402
+from scaling.models import transformer  # noqa: E402
+from scaling.models.text import ByteText  # noqa: E402
+from scaling.serve.generation import stream  # noqa: E402
+from scaling.serve.requests import Sampling  # noqa: E402
+from scaling.serve.states import Options  # noqa: E402
+from scaling.serve.web import server  # noqa: E402
+from scaling.serve.web.words import Model  # noqa: E402
 
 CONFIG = Config("tiny", L=2, D=24, F=48, N=6, K=3, H=4, V=256)
 PARAMS = transformer.init(CONFIG, 3)

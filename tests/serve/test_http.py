@@ -17,17 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from http_server import CONFIG, GREEDY, PARAMS, alone, asked, chat, drawn, httpx, malformed, post, running
 
 from scaling import serve
 from scaling.models.text import ByteText
-
-for extra in ("starlette", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(extra, reason="the extras serve and test have it")
-
-import httpx  # noqa: E402
-from http_server import CONFIG, GREEDY, PARAMS, alone, asked, chat, drawn, malformed, post, running  # noqa: E402
-
-from scaling.serve.web import app, server  # noqa: E402
+from scaling.serve.web import app, server
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,14 @@ import itertools
 import json
 
 import pytest
+from http_server import CONFIG, PARAMS, chat, running
 
-for extra in ("starlette", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(extra, reason="the extras serve and test have it")
-
-from http_server import CONFIG, PARAMS, chat, running  # noqa: E402
-
-from scaling import serve  # noqa: E402
-from scaling.models.text import ByteText, write_bytes  # noqa: E402
-from scaling.serve.fields import RequestError  # noqa: E402
-from scaling.serve.requests import Sampling  # noqa: E402
-from scaling.serve.states import Options  # noqa: E402
-from scaling.serve.web import words  # noqa: E402
+from scaling import serve
+from scaling.models.text import ByteText, write_bytes
+from scaling.serve.fields import RequestError
+from scaling.serve.requests import Sampling
+from scaling.serve.states import Options
+from scaling.serve.web import words
 
 MODEL = words.Model("tiny", ByteText(), CONFIG.V, (), chat, Options(32, 4))
 HI = [{"role": "user", "content": "hi"}]

@@ -3,14 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from http_server import CONFIG, GREEDY, PARAMS, running
 
-for extra in ("starlette", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(extra, reason="the extras serve and test have it")
-
-from http_server import CONFIG, GREEDY, PARAMS, running  # noqa: E402
-
-from scaling import serve  # noqa: E402
-from scaling.models.text import ByteText  # noqa: E402
+from scaling import serve
+from scaling.models.text import ByteText
 
 PROMPTS = ["the cat sat on the mat, " * 3, "the cat sat on it", "a", [7, 200, 7, 201] * 9]
 

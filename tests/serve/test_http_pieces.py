@@ -4,17 +4,15 @@ import random
 
 import pytest
 
-for extra in ("starlette", "uvicorn", "prometheus_client", "httpx", "tokenizers"):
-    pytest.importorskip(extra, reason="the extras serve, test and hf have it")
+pytest.importorskip("tokenizers", reason="the extra hf has it")
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from scaling.models.text import ByteText, tokenizer  # noqa: E402
-from scaling.serve.requests import Request  # noqa: E402
-from scaling.serve.states import Options  # noqa: E402
-from scaling.serve.text import TextStream, token_bytes_of  # noqa: E402
-from scaling.serve.web.desk import AnswerPiece, TokenNote  # noqa: E402
-from scaling.serve.web.words import AnswerWriter, ClientCall, Model  # noqa: E402
+from scaling.models.text import ByteText, tokenizer
+from scaling.serve.requests import Request
+from scaling.serve.states import Options
+from scaling.serve.text import TextStream, token_bytes_of
+from scaling.serve.web.words import AnswerPiece, AnswerWriter, ClientCall, Model, TokenNote
 
 TEXT = "漢字🙂 true"
 

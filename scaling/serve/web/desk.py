@@ -26,6 +26,7 @@ from scaling.serve.engine import Engine, Given
 from scaling.serve.requests import Request
 from scaling.serve.states import Action, Admit, Arrive, Cancel, Finish, Options, State
 from scaling.serve.text import TextStream
+from scaling.serve.web.words import AnswerPiece, TokenNote
 
 WINDOW = 2.0  # seconds over which tokens a second are counted
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # bounds of the histograms, seconds
@@ -88,36 +89,6 @@ GAUGES = {
     "pages_cached": "pages that nobody holds, kept for prompts that begin alike",
     "tokens_per_second": f"generated tokens a second, over the last {WINDOW:.0f} seconds",
 }
-
-
-class TokenNote(NamedTuple):
-    """A token, its log-probability in nats, and the likeliest tokens as [(id, logprob)], before temperature.
-
-    The first token of a prompt has none.
-    """
-
-    id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class AnswerPiece(NamedTuple):
-    """A piece of an answer that has become certain.
-
-    The last piece has the reason, the number of all tokens, and the number of the prompt's tokens that were cached.
-    """
-
-    text: str
-    notes: tuple[TokenNote, ...] = ()
-    reason: str | None = None
-    tokens: int = 0
-    cached: int = 0
-
-    @classmethod
-    def joined(cls, pieces: Sequence["AnswerPiece"]) -> "AnswerPiece":
-        """Return all pieces of an answer as one."""
-        notes = tuple(note for piece in pieces for note in piece.notes)
-        return pieces[-1]._replace(text="".join(piece.text for piece in pieces), notes=notes)
 
 
 Sink = Callable[[AnswerPiece], Any]

@@ -15,7 +15,6 @@ from scaling.serve.fields import Fields, RequestError, blaming
 from scaling.serve.requests import TOO_LONG, Defaults, Request, Sampling, check_prompt_fits, read_ids, requests_of
 from scaling.serve.states import Options
 from scaling.serve.text import TextStream, token_bytes_of
-from scaling.serve.web.desk import AnswerPiece, TokenNote
 
 NO_MODEL = "model_not_found"
 COMMON = (
@@ -206,6 +205,36 @@ def _message(i: int, message: Any) -> dict[str, str]:
     if not isinstance(name, str):
         raise RequestError(f"{place}: its name is not a text\n  fix: leave it out", f"{place}.name")
     return {"role": role, "content": content} | ({"name": name} if name else {})
+
+
+class TokenNote(NamedTuple):
+    """A token, its log-probability in nats, and the likeliest tokens as [(id, logprob)], before temperature.
+
+    The first token of a prompt has none.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class AnswerPiece(NamedTuple):
+    """A piece of an answer that has become certain.
+
+    The last piece has the reason, the number of all tokens, and the number of the prompt's tokens that were cached.
+    """
+
+    text: str
+    notes: tuple[TokenNote, ...] = ()
+    reason: str | None = None
+    tokens: int = 0
+    cached: int = 0
+
+    @classmethod
+    def joined(cls, pieces: Sequence["AnswerPiece"]) -> "AnswerPiece":
+        """Return all pieces of an answer as one."""
+        notes = tuple(note for piece in pieces for note in piece.notes)
+        return pieces[-1]._replace(text="".join(piece.text for piece in pieces), notes=notes)
 
 
 class AnswerWriter:
