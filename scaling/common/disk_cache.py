@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -30,7 +31,7 @@ def on_disk(function: Pure) -> Pure:
             return function(*args)
         name = hashlib.sha256(f"{function.__module__}.{function.__name__}{args!r}".encode()).hexdigest()
         file = folder / f"{name[:32]}.pickle"
-        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+        with contextlib.suppress(Exception):  # a missing or damaged file, which can raise anything, is written anew
             return pickle.loads(file.read_bytes())
         result = function(*args)
         with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
@@ -45,12 +46,12 @@ def on_disk(function: Pure) -> Pure:
 def results_folder() -> Path | None:
     """Return the folder for the results of the present sources, created if needed; None if it cannot be created."""
     root = os.environ.get("SCALING_CACHE", str(Path.home() / ".cache" / "scaling"))
-    folder = Path(root) / digest_of_sources()
+    folder = Path(root) / f"sources-{digest_of_sources()}"
     try:
         if root and not folder.is_dir():
             folder.mkdir(parents=True)
-            old = sorted(Path(root).iterdir(), key=lambda path: path.stat().st_mtime)
-            for each in old[:-KEPT]:
+            own = [path for path in Path(root).iterdir() if re.fullmatch(r"sources-[0-9a-f]{32}", path.name)]
+            for each in sorted(own, key=lambda path: path.stat().st_mtime)[:-KEPT]:
                 shutil.rmtree(each, ignore_errors=True)
     except OSError:
         return None

@@ -13,7 +13,7 @@ def doubled(x, y=0):
     return {"twice": 2 * x}
 
 
-@pytest.mark.parametrize("spoiled", [b"", b"not a pickle", None])
+@pytest.mark.parametrize("spoiled", [b"", b"not a pickle", b"cscaling.nothing\nNothing\n.", None])
 def test_a_result_is_kept_for_these_arguments_and_these_sources(tmp_path, monkeypatch, spoiled):
     CALLS.clear()
     monkeypatch.setenv("SCALING_CACHE", str(tmp_path / "kept"))
@@ -25,11 +25,12 @@ def test_a_result_is_kept_for_these_arguments_and_these_sources(tmp_path, monkey
         assert [doubled(3), doubled(3)] == [{"twice": 6}] * 2
         assert CALLS == [3, 4, 3]
         return
+    (tmp_path / "kept" / "another program's folder").mkdir()
     for n in range(6):
-        monkeypatch.setattr(disk_cache, "digest_of_sources", lambda n=n: f"other sources {n}")
+        monkeypatch.setattr(disk_cache, "digest_of_sources", lambda n=n: f"{n:032x}")
         assert doubled(3) == {"twice": 6}
     assert len(CALLS) == 2 + 6
-    assert len([*(tmp_path / "kept").iterdir()]) == disk_cache.KEPT
+    assert len([*(tmp_path / "kept").iterdir()]) == disk_cache.KEPT + 1
 
 
 @pytest.mark.parametrize("place", ["", "/dev/null/cannot be made"])
