@@ -6,16 +6,15 @@ import contextlib
 import itertools
 import json
 import random
-import warnings
 from dataclasses import fields
 from functools import cache
 
 import pytest
-import torch
+from probes import outcome
 
 from scaling.configs import load
 from scaling.configs.model_types import KINDS
-from scaling.models import hf, transformer
+from scaling.models import transformer
 
 theirs = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -155,63 +154,38 @@ def rope_edits() -> list[dict]:
     return found
 
 
-def random_edits(kind: str, count: int) -> list[dict]:
-    """Several edits at once, drawn."""
-    draw, one, rope = random.Random(0), single_edits(kind), rope_edits()
-    found = []
-    for _ in range(count):
-        edits = {}
-        for each in draw.sample(one, draw.randint(2, 3)):
-            edits |= each
-        found.append(edits | (draw.choice(rope) if draw.random() < 0.4 else {}))
-    return found
+DRAWN = {  # values around the published ones, of keys whose others would often be refused
+    "vocab_size": [29, 40], "intermediate_size": [24, 40], "num_experts": [4, 8], "num_local_experts": [4, 8],
+    "n_routed_experts": [4, 8], "num_experts_per_tok": [1, 2, 3], "decoder_sparse_step": [1, 2],
+    "mlp_only_layers": [[], [0], [1]], "mlp_layer_types": [None, ["sparse"] * 3, ["dense", "dense", "sparse"]],
+    "n_group": [1, 2], "topk_group": [1, 2], "first_k_dense_replace": [0, 1, 9], "q_lora_rank": [None, 12],
+    "qk_rope_head_dim": [4, 2], "v_head_dim": [8, 6], "topk_method": ["greedy", "group_limited_greedy"],
+    "sliding_window": [None, 1, 3, 100], "max_window_layers": [0, 2, 9], "clip_qkv": [None, 0.5, 1.0],
+    "layer_types": [None, ["full_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"]],
+    "no_rope_layers": [None, [0, 1, 1], [1, 0, 0]], "no_rope_layer_interval": [1, 2, 3], "rms_norm_eps": [1e-6, 1e-2],
+    "num_key_value_heads": [1, 2, 4], "hidden_act": ["silu", "gelu", "gelu_pytorch_tanh", "relu"],
+    "query_pre_attn_scalar": [4, 9], "linear_conv_kernel_dim": [2, 4], "full_attention_interval": [2, 3],
+    "attn_logit_softcapping": [None, 0.3], "final_logit_softcapping": [None, 0.7], "rope_theta": [30.0, 1e5],
+}  # fmt: skip
 
 
-def outcome(kind: str, edits: dict, folder) -> tuple[str, str]:
-    """("equal" | "both refuse" | "refused here" | "refused there" | "DIFFER" | "BROKEN", what was said)."""
-    table, tokens = edited(written(kind), edits), torch.arange(24)[None] * 7 % 11
-    for path in folder.iterdir():
-        path.unlink()
-    (folder / "config.json").write_text(json.dumps(table))
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = theirs.AutoConfig.from_pretrained(folder)
-            config._experts_implementation = "eager"  # the others ask for widths of a multiple of 16 bytes
-            model = theirs.AutoModelForCausalLM.from_config(config).float().eval()
-            generator = torch.Generator().manual_seed(0)
-            for weight in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("_bias"))):
-                weight.copy_(
-                    torch.randn(weight.shape, generator=generator) * 1.5 / weight.shape[-1] ** 0.5 + (weight.ndim == 1)
-                )
-            there = model(tokens % model.config.vocab_size).logits
-            model.save_pretrained(folder)
-    except Exception as error:  # whatever a class says of a config that it cannot read
-        return _alone(folder, table, f"{type(error).__name__}: {str(error)[:80]}")
-    (folder / "config.json").write_text(json.dumps(table))
-    try:
-        config, params = hf.load(folder)
-        here = transformer.forward(params, tokens % config.V, config=config)
-    except ValueError as error:
-        return ("refused here" if "\n  fix: " in str(error) else "BROKEN"), str(error)
-    except Exception as error:
-        return "BROKEN", f"{type(error).__name__}: {error}"
-    size = there.abs().max().item()
-    if config.V == 1:  # a lone logit may be small by chance, beside the terms of which it is the sum
-        size = max(size, params["embed"].norm().item())
-    apart = (here - there).abs().max().item() / size
-    return ("equal" if apart < 2e-5 else "DIFFER"), f"{apart:.1e}"
-
-
-def _alone(folder, table: dict, said: str) -> tuple[str, str]:
-    """What is said here of a config that transformers refuses."""
-    try:
-        config = load(folder / "config.json")
-        return ("both refuse" if transformer.uncomputed(config) else "refused there"), said
-    except ValueError as error:
-        return ("both refuse" if "\n  fix: " in str(error) else "BROKEN"), f"{said} | {error}"
-    except Exception as error:
-        return "BROKEN", f"{type(error).__name__}: {error}"
+def drawn(kind: str, seed: int) -> dict:
+    """A config.json of the small model in which each key has, with some probability, another value or is dropped."""
+    draw, table = random.Random(f"{kind} {seed}"), dict(written(kind))
+    share, fixed = draw.choice([0.15, 0.35]), {"model_type", *BASES["llama"]} - DRAWN.keys()
+    for key in [*{**table, "rope_theta": 0.0}]:
+        values = DRAWN.get(key) or VALUES.get(key) or others(table[key])
+        if key not in fixed and values and draw.random() < share:
+            table[key] = draw.choice(values)
+        elif key not in fixed | DRAWN.keys() and draw.random() < 0.02:
+            del table[key]
+    if draw.random() < 0.4:
+        scaling = {key: value for key, value in ROPE.items() if draw.random() < 0.7 or key in FEW}
+        rope = {"rope_type": draw.choice(KINDS_OF_ROPE[:4])} | scaling
+        if isinstance(table.get("rope_parameters", {}).get("full_attention"), dict) and draw.random() < 0.7:
+            rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}}
+        table[draw.choice(["rope_parameters", "rope_scaling"])] = rope
+    return table
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20}
@@ -248,12 +222,12 @@ KNOWN = {  # what was read otherwise once: (a type, edits)
 @pytest.mark.parametrize("what", KNOWN)
 def test_a_key_is_read_as_the_class_reads_it(what, tmp_path):
     kind, edits = KNOWN[what]
-    assert outcome(kind, edits, tmp_path)[0] == "equal"
+    assert outcome(edited(written(kind), edits), tmp_path)[0] == "equal"
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "cohere"])
 def test_a_width_of_heads_that_only_a_part_of_the_class_reads_is_refused(kind, tmp_path):
-    assert outcome(kind, {"head_dim": 16}, tmp_path)[0] == "refused here"
+    assert outcome(written(kind) | {"head_dim": 16}, tmp_path)[0] == "refused here"
 
 
 def test_a_scale_of_zero_and_a_whole_number_are_read(tmp_path):
@@ -284,19 +258,7 @@ EXPORTS += [(kind, {"layer_types": ["full_attention"] * written(kind)["num_hidde
 @pytest.mark.parametrize(("kind", "edits"), EXPORTS, ids=str)
 def test_the_class_computes_what_is_exported(kind, edits, tmp_path):
     """Ids of padding beyond the vocabulary, windows that no layer has, and caps that are left out."""
-    for name in ("from", "to"):
-        (tmp_path / name).mkdir()
-    assert outcome(kind, edits, tmp_path / "from")[0] == "equal"
-    config, params = hf.load(tmp_path / "from")
-    hf.save(tmp_path / "to", config, params)
-    model = theirs.AutoModelForCausalLM.from_pretrained(tmp_path / "to", dtype=torch.float32).eval()
-    assert model.config.model_type == kind
-    model.set_experts_implementation("eager")
-    tokens = torch.arange(24)[None] * 7 % 11
-    with torch.no_grad():
-        torch.testing.assert_close(
-            transformer.forward(params, tokens, config=config), model(tokens).logits, rtol=1e-4, atol=1e-4
-        )
+    assert outcome(edited(written(kind), edits), tmp_path, whole=True)[0] == "equal"
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -335,10 +297,11 @@ def test_no_other_type_is_taken_for_one_that_is_computed(tmp_path):
     assert len(counted) > 300
 
 
-def check(kind: str, edits: dict, folder) -> str:
+def check(kind: str, table: dict, folder, whole: bool = False) -> str:
     """The outcome, which is neither a difference nor an error without words."""
-    found, said = outcome(kind, edits, folder)
-    shown = {key: "(left out)" if value is GONE else value for key, value in edits.items()}
+    found, said = outcome(table, folder, whole)
+    shown = {key: table.get(key, "(left out)") for key in {**written(kind), **table}}
+    shown = {key: value for key, value in shown.items() if value != written(kind).get(key, GONE)}
     assert found not in ("DIFFER", "BROKEN"), (kind, shown, said)
     return found
 
@@ -347,12 +310,18 @@ def check(kind: str, edits: dict, folder) -> str:
 @pytest.mark.parametrize("kind", BASES)
 def test_some_edits_of_a_config(kind, tmp_path):
     edits = single_edits(kind) + rope_edits()
-    found = [check(kind, each, tmp_path) for each in random.Random(1).sample(edits, 4)]
+    found = [check(kind, edited(written(kind), each), tmp_path) for each in random.Random(1).sample(edits, 4)]
     assert "equal" in found
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", BASES)
 def test_every_edit_of_a_config(kind, tmp_path):
-    for each in single_edits(kind) + rope_edits() + random_edits(kind, 200):
-        check(kind, each, tmp_path)
+    for each in single_edits(kind) + rope_edits():
+        check(kind, edited(written(kind), each), tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", BASES)
+def test_drawn_configs(kind, tmp_path):
+    assert "equal" in [check(kind, drawn(kind, seed), tmp_path, whole=True) for seed in range(60)]

@@ -8,7 +8,6 @@ there; their gradients come back by save_pretrained and `hf.load`. Their casts t
 softmax, loss) are casts to float64.
 """
 
-import contextlib
 import json
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from scaling.configs.hugging_face_write import write_config
 from scaling.models import hf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from probes import probes
+from probes import probes, wide
 from probes import shaken as params_of
 
 TABLE = Path(__file__).parents[1] / "models" / "hugging_face.json"
@@ -156,21 +155,6 @@ CASES = {
     "olmoe clipped": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.8}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
 }
-
-
-@contextlib.contextmanager
-def wide():
-    """Their casts to float32 are casts to float64."""
-    kept = torch.float32, torch.Tensor.float
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.float32 = torch.float = kept[0]
-        torch.Tensor.float = kept[1]
-        torch.set_default_dtype(kept[0])
 
 
 def theirs(model, tokens):
