@@ -155,14 +155,14 @@ def exchange_into(received: Tensor, sent: Tensor, pg: dist.ProcessGroup, receive
     return pg.alltoall_base(received, sent, list(receives), list(sends))
 
 
-def tape_gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]):
-    """Return the gradients as torch.autograd.grad(results, leaves, cotangents, allow_unused=True) does.
+def tape_gradients(results: Sequence[Tensor], edges: Sequence[Any], cotangents: Sequence[Tensor]):
+    """Return the gradients as torch.autograd.grad(results, edges, cotangents, allow_unused=True) does.
 
     The first call of torch.autograd.grad imports sympy to compare shapes. That takes half a second, which every rank of
     a restarted run would spend.
     """
     backward = torch.autograd.graph._engine_run_backward
-    return backward(tuple(results), tuple(cotangents), False, False, tuple(leaves), True, accumulate_grad=False)
+    return backward(tuple(results), tuple(cotangents), False, False, tuple(edges), True, accumulate_grad=False)
 
 
 # torch.func wraps a tensor once for each level; vmap wraps only the tensors that are batched at its level.

@@ -24,6 +24,7 @@ from scaling.models.rope import rotate
 
 Values = dict[str, Any]
 ONE = AbstractMesh({}).optional  # one device, on which all axes drop out
+HEAD_LEAVES = ("b_Q", "b_K", "b_V", "norm_Q", "norm_K", "sinks")  # between the products Q, K, V and attention
 SHARED_NORM = {"norm_attn": "norm_mlp", "b_norm_attn": "b_norm_mlp"}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
@@ -109,68 +110,25 @@ class Context(NamedTuple):
         return self._replace(attend=attend, drop=scaled, rope=self.rope[l])
 
 
-# Some models have biases, norms of heads, or fewer KV heads than Y between the products Q, K, V and attention. These
-# functions work head by head, so they also hold on shards of heads. Each returns its arguments for other models.
-
-
-def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context, rows: str = "B_PXZE") -> tuple[Tensor, Tensor, Values]:
-    """Return (Q, K, statistics): in a model with norms of heads, norm Q and K; clip and rotate them by their positions.
-
-    With `qk_turned` they are rotated first and then normed. The norms' derivatives need the statistics.
-    """
-    scales = {}
-    if at.config.qk_turned:
-        Q, K = rotate(Q, *at.rope), rotate(K, *at.rope)
-    if "norm_Q" in W:
-        Q, r_Q = head_norm(Q, W["norm_Q"], at, rows)
-        K, r_K = head_norm(K, W["norm_K"], at, rows)
-        scales = {"r_Q": r_Q, "r_K": r_K}
-    if at.config.qk_turned:
-        return Q, K, scales
-    return rotate(clipped(Q, at.config), *at.rope), rotate(clipped(K, at.config), *at.rope), scales
-
-
-def clipped(x: Tensor, config: Config) -> Tensor:
-    """Return queries, keys or values within the model's `head_clip`, if it has one."""
-    return x if config.head_clip is None else x.clamp(-config.head_clip, config.head_clip)
-
-
-def clipped_backward(x: Tensor, dy: Tensor, clip: float) -> Tensor:
-    """Return dx of `clipped`: dy, and 0 where x was clipped."""
-    return dy.masked_fill(x.abs() > clip, 0)
-
-
-def turn_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: Values, at: Context) -> tuple[Tensor, Tensor, dict]:
-    """Return (dQ, dK, the gradients of the norms' gains {U_PXECY}) of `turn_heads`, whose arguments are in `s`."""
-    (cos, sin), dW = at.rope, {}
-    if not at.config.qk_turned:
-        dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
-    if (clip := at.config.head_clip) is not None:
-        dQ, dK = (clipped_backward(scaled_heads(W, name, s), dx, clip) for name, dx in (("Q", dQ), ("K", dK)))
-    if "norm_Q" in W:
-        Q, K = s["Q"], s["K"]
-        if at.config.qk_turned:
-            Q, K = rotate(Q, cos, sin), rotate(K, cos, sin)
-        dQ, dW["norm_Q"] = head_norm_backward(Q, W["norm_Q"], s["r_Q"], dQ, at)
-        dK, dW["norm_K"] = head_norm_backward(K, W["norm_K"], s["r_K"], dK, at)
-    return (rotate(dQ, cos, -sin), rotate(dK, cos, -sin), dW) if at.config.qk_turned else (dQ, dK, dW)
-
-
-def scaled_heads(W: dict, name: str, s: Values) -> Tensor:
-    """Return the values of Q or K in `s`, normed by their statistic in `s` if the model norms heads."""
-    x = s[name]
-    if f"norm_{name}" not in W:
-        return x
-    r = s[f"r_{name}"]
-    return x * (r if r.dim() == x.dim() else r[..., None]) * W[f"norm_{name}"]
+# Some models have biases, norms of heads, clipped heads, or fewer KV heads than Y between the products Q, K, V and
+# attention. These functions work head by head, so they also hold on shards of heads.
 
 
 def finish_heads(
     W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Context, rows: str = "B_PXZE"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K and V ready for attention, without anything for derivatives."""
-    Q, K, _ = turn_heads(W, biased(Q, W, "b_Q"), biased(K, W, "b_K"), at, rows)
-    return Q, K, clipped(biased(V, W, "b_V"), at.config)
+    """Return Q, K and V ready for attention: with their biases, normed, clipped, and rotated by their positions.
+
+    With `qk_turned` queries and keys are rotated first and then normed. `rows` is the type of B.
+    """
+    Q, K, V = biased(Q, W, "b_Q"), biased(K, W, "b_K"), biased(V, W, "b_V")
+    if at.config.qk_turned:
+        Q, K = rotate(Q, *at.rope), rotate(K, *at.rope)
+    if "norm_Q" in W:
+        Q, K = head_norm(Q, W["norm_Q"], at, rows), head_norm(K, W["norm_K"], at, rows)
+    if (clip := at.config.head_clip) is not None:
+        Q, K, V = Q.clamp(-clip, clip), K.clamp(-clip, clip), V.clamp(-clip, clip)
+    return (Q, K, V) if at.config.qk_turned else (rotate(Q, *at.rope), rotate(K, *at.rope), V)
 
 
 def read_norms(W: dict) -> dict:
@@ -212,7 +170,11 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
 
 
 def attend_heads(W: dict, values: Values, at: Context) -> Values:
-    """Compute O[B_PXZE, T_C, N_Y, H] from y[B_PXZE, T_C, D] in `values`; return the values with it and its pullback."""
+    """Compute O[B_PXZE, T_C, N_Y, H] from y[B_PXZE, T_C, D] in `values`; return the values with it and its pullback.
+
+    The pullback returns the gradients of the leaves of `HEAD_LEAVES` by name, {U_PXEC}, dQ, dK and dV, and in a model
+    with gates that of their product.
+    """
     if "O" in values:
         return values
     if "Q" not in values:
@@ -220,23 +182,20 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
         Q = einsum("y[B_PXZE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXZE, T_C, N_Y, H]", y, W["W_Q"])
         K = einsum("y[B_PXZE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXZE, T_C, K_Y, H]", y, W["W_K"])
         V = einsum("y[B_PXZE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXZE, T_C, K_Y, H]", y, W["W_V"])
-        values = values | {"Q": biased(Q, W, "b_Q"), "K": biased(K, W, "b_K"), "V": biased(V, W, "b_V")}
-    Q, K, scales = turn_heads(W, values["Q"], values["K"], at)
-    heads, attend = (Q, K, clipped(values["V"], at.config)), at.attend  # each head alone: only C communicates
-    if "sinks" in W:
-        heads, attend = (*heads, W["sinks"]), lambda Q, K, V, sinks: at.attend(Q, K, V, sinks=sinks)
+        values = values | {"Q": Q, "K": K, "V": V}
+    heads = [values["Q"], values["K"], values["V"]]
     if "W_G" in W:
         line = "y[B_PXZE, T_C, D] * W_G[D, N_Y, H] -> Open[B_PXZE, T_C, N_Y, H]"
-        heads = (*heads, at.einsum(line, values["y"], W["W_G"]))
-        attend = partial(gated, attend)
-    O, pull = at.vjp(attend, *heads)
-    return values | scales | {"O": O, "pull": pull}
+        heads.append(at.einsum(line, values["y"], W["W_G"]))
 
+    def attend(leaves: dict, Q: Tensor, K: Tensor, V: Tensor, *opened: Tensor) -> Tensor:
+        sinks = {"sinks": leaves["sinks"]} if "sinks" in leaves else {}
+        O = at.attend(*finish_heads(leaves, Q, K, V, at), **sinks)
+        return O * opened[0].sigmoid() if opened else O
 
-def gated(attend: Callable, *heads: Tensor) -> Tensor:
-    """Return attend(*heads[:-1]) times the sigmoid of the gate, heads[-1]."""
-    *others, opened = heads
-    return attend(*others) * opened.sigmoid()
+    leaves = {name: W[name] for name in HEAD_LEAVES if name in W}
+    O, pull = at.vjp(attend, leaves, *heads)  # each head alone: only C communicates
+    return values | {"O": O, "pull": pull}
 
 
 def activate_features(W: dict, values: Values, at: Context) -> Values:
@@ -309,35 +268,17 @@ def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:
     return rms_norm(x, gain=gain, eps=eps), None
 
 
-def head_norm(x: Tensor, gain: Tensor, at: Any, rows: str) -> tuple[Tensor, Any]:
+def head_norm(x: Tensor, gain: Tensor, at: Any, rows: str) -> Tensor:
     """Norm x[.., N_Y, H] head by head with a gain[H], or all heads together with a gain[N_Y, H]; `rows` is B's type.
 
     With `qk_layernorm` it is LayerNorm head by head, with a gain[N_Y, H].
     """
     if at.config.qk_layernorm:
-        y, r = at.norm(centered(x), gain.new_ones(x.shape[-1]), at.config.eps)
-        return (y * gain).to(x.dtype), r
+        return (rms_norm(centered(x), gain=gain.new_ones(x.shape[-1]), eps=at.config.eps) * gain).to(x.dtype)
     if gain.dim() == 1:
-        return at.norm(x, gain, at.config.eps)
-    wide, flat = x.flatten(-2), gain.flatten()
-    if at.mesh.sizes.get("Y", 1) == 1:
-        y, r = at.norm(wide, flat, at.config.eps)
-        return y.view_as(x), r
-    line = f"s[{rows}, T_C, I] {{U_Y}} -> s[{rows}, T_C, I]"
-    square = all_reduce(line, mean_square(wide), at.mesh, op="mean")
-    return rms_norm(wide, square, gain=flat, eps=at.config.eps).view_as(x), torch.rsqrt(square + at.config.eps)
-
-
-def head_norm_backward(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor, at: Any) -> tuple[Tensor, Tensor]:
-    """Return (dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), over all heads if they are normed together."""
-    if at.config.qk_layernorm:
-        x = centered(x)
-        dx, _ = gained_norm_vjp(x, gain.new_ones(x.shape[-1]), r, dy * gain)
-        return centered(dx).to(dy.dtype), (x * r * dy).flatten(0, -3).sum(0).to(gain.dtype)
-    if gain.dim() == 1:
-        return gained_norm_vjp(x, gain, r, dy)
-    wide, dy, flat = x.flatten(-2), dy.flatten(-2), gain.flatten()
-    along = (wide * dy * flat).to(r.dtype).mean(-1, keepdim=True)
-    along = all_reduce("m[B_PXE, T_C, I] {U_Y} -> m[B_PXE, T_C, I]", along, at.mesh, op="mean")
-    dgain = (wide * r * dy).flatten(0, -2).sum(0).view_as(gain)
-    return (r * flat * dy - r**3 * along * wide).to(x.dtype).view_as(x), dgain.to(gain.dtype)
+        return rms_norm(x, gain=gain, eps=at.config.eps)
+    wide, square = x.flatten(-2), None
+    if at.mesh.sizes.get("Y", 1) > 1:
+        line = f"s[{rows}, T_C, I] {{U_Y}} -> s[{rows}, T_C, I]"
+        square = all_reduce(line, mean_square(wide), at.mesh, op="mean")
+    return rms_norm(wide, square, gain=gain.flatten(), eps=at.config.eps).view_as(x)

@@ -6,11 +6,13 @@ any function.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from scaling import tree
 from scaling.common.torch_private import fused_norm, fused_norm_vjp, in_transform, tape_gradients
@@ -130,14 +132,31 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
     """
     if torch.compiler.is_compiling():
         return torch.func.vjp(f, *primals)  # pyright: ignore[reportReturnType]
-    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in tree.leaves(primals)]
+    inputs, structure = optree.tree_flatten(cast(Any, primals))
+    kinds = [(x.shape, x.dtype, x.device) for x in inputs]  # so that `pull` keeps no input that the tape does not
+    wanted = [i for i, x in enumerate(inputs) if x.is_floating_point()]
     with torch.enable_grad():
-        out = f(*tree.unflatten(primals, inputs))
-    results, wanted = tree.leaves(out), [*filter(Tensor.is_floating_point, inputs)]
+        entered = _Enter.apply(torch.empty(0, requires_grad=True), *[inputs[i] for i in wanted])
+        for i, x in zip(wanted, entered, strict=True):
+            inputs[i] = x
+        out = f(*cast(tuple, structure.unflatten(inputs)))
+    edges = [GradientEdge(x.grad_fn, x.output_nr) for x in entered]
+    results = tree.leaves(out)
 
     def pull(cotangents) -> tuple:
-        found = dict(zip(map(id, wanted), tape_gradients(results, wanted, tree.leaves(cotangents)), strict=True))
-        grads = [torch.zeros_like(x) if found.get(id(x)) is None else found[id(x)] for x in inputs]
-        return tree.unflatten(primals, grads)
+        grads: list[Any] = [None] * len(kinds)
+        for i, g in zip(wanted, tape_gradients(results, edges, tree.leaves(cotangents)), strict=True):
+            grads[i] = g
+        for i, (shape, dtype, device) in enumerate(kinds):
+            grads[i] = torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else grads[i]
+        return cast(tuple, structure.unflatten(grads))
 
     return tree.map(Tensor.detach, out), pull
+
+
+class _Enter(torch.autograd.Function):
+    """The start of a tape: its inputs as they are, which the tape does not keep as it would keep its leaves."""
+
+    @staticmethod
+    def forward(ctx, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in inputs)

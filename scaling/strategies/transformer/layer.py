@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, reduce_scatter, wait
-from scaling.configs import Config
 from scaling.models.latent import attend_latents
 from scaling.models.layer import (
     SHARED_NORM,
@@ -28,13 +27,11 @@ from scaling.models.layer import (
     activate_features,
     attend_heads,
     biased,
-    clipped_backward,
     in_place,
     normed,
     normed_backward,
     read_norms,
     seen_heads,
-    turn_heads_backward,
     weight_gradient,
 )
 from scaling.models.linear import attend_linear
@@ -45,7 +42,7 @@ from scaling.strategies.transformer.linear import linear_attention_backward
 Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
-ATTENDED = frozenset({"O", "pull", "r_Q", "r_K"})  # dot-product attention
+ATTENDED = frozenset({"O", "pull"})  # dot-product attention
 LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
 RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "pull_mix", "pull_norm"})  # a linear layer's
 BETWEEN = ATTENDED | LATENTS | RULE | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
@@ -79,11 +76,10 @@ VJPS = {  # (dy, x) -> dx of each activation, in one kernel
 }
 
 
-def dropped(remat: str, config: Config) -> frozenset[str]:
+def dropped(remat: str) -> frozenset[str]:
     """Return the names of `saved` that this policy does not keep."""
-    names = REMAT[remat]
-    on_tape = "pull" not in names and not config.qk_norm and config.head_clip is None  # as attention's own operands
-    return names | ({"Q", "K", "V", "KV"} if on_tape else set())
+    on_tape = "pull" not in REMAT[remat]  # which has them as attention's own operands
+    return REMAT[remat] | ({"Q", "K", "V", "KV"} if on_tape else set())
 
 
 def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
@@ -200,14 +196,8 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
-    dQ, dK, dV, *dothers = s["pull"](dO)
-    dQ, dK, dgains = turn_heads_backward(own, dQ, dK, s, at)
-    if at.config.head_clip is not None:
-        dV = clipped_backward(s["V"], dV, at.config.head_clip)
-    dW |= dgains | ({"sinks": dothers[0]} if "sinks" in W else {})
-    if "b_Q" in W:  # {U_PXEC}
-        b_K, b_V = dK.sum((0, 1)), dV.sum((0, 1))
-        dW |= {"b_Q": dQ.sum((0, 1)), "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}
+    dleaves, dQ, dK, dV, *dOpen = s["pull"](dO)
+    dW |= {name: in_place(d, W[name], at) for name, d in dleaves.items()}
     dy = at.einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
     line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
     dy = at.einsum(line, dK, own["W_K"], out=dy, add=True)
@@ -215,7 +205,7 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dy = at.einsum(line, dV, own["W_V"], out=dy, add=True)
     if "W_G" in W:
         line = "dOpen[B_PXE, T_C, N_Y, H] * W_G[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
-        dy = at.einsum(line, dothers[-1], W["W_G"], out=dy, add=True)
+        dy = at.einsum(line, dOpen[0], W["W_G"], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "dAttn[B_PXE, T_C, D] * O[B_PXE, T_C, N_Y, H] -> dW_O[N_Y, H, D] {U_PXEC}"  # D, scattered next, outermost
     dW |= weight_gradient(W, "W_O", line, dAttn, s["O"], at)
@@ -223,7 +213,7 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dW |= weight_gradient(W, "W_Q", line, s["y"], dQ, at)
     if "W_G" in W:
         line = "y[B_PXE, T_C, D] * dOpen[B_PXE, T_C, N_Y, H] -> dW_G[D, N_Y, H] {U_PXEC}"
-        dW |= weight_gradient(W, "W_G", line, s["y"], dothers[-1], at)
+        dW |= weight_gradient(W, "W_G", line, s["y"], dOpen[0], at)
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
         dW |= weight_gradient(W, name, line, s["y"], dHead, at)

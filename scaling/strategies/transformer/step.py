@@ -192,7 +192,7 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         group, call = mesh.group([*mesh.sizes]), spoken("loss_and_grads" if backward else "loss", said)
     terms = Terms(config.V, options.label_smoothing, options.z_loss, config.logit_cap)
     dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
-    gone = dropped(options.remat, config)
+    gone = dropped(options.remat)
     homes = {}
     if schedule is not None and not config.tied and mesh.sizes["Z"] > 1:
         homes = {"embed": schedule.placement[0], "unembed": schedule.placement[-1]}
