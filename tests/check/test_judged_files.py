@@ -96,7 +96,7 @@ def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
 
 
 NORMED, BIASED, TWO_D = "transformer, normed, XY", "transformer, plain, XY", "serving, 2d"
-STATE, LINEAR = "transformer, linear, CY", "strategies/transformer/linear"
+STATE, LINEAR = "transformer, linear, CY", "models/linear"
 LISTING, EXPERT = "strategies/transformer/layer", "strategies/expert/layer"
 HEADS, FORM = "models/layer", "serve/forms/weights_2d"
 PLANTED = {  # in lines that only some families have: a program that runs them, the file, what stands there, and instead
@@ -109,7 +109,6 @@ PLANTED = {  # in lines that only some families have: a program that runs them, 
     ),
     "heads normed by a rank's own": (NORMED, HEADS, r"square = all_reduce\(line, (.*), at.mesh.*\)", r"square = \1"),
     "a sum of squares": (NORMED, HEADS, r'(mean_square\(wide\), at.mesh), op="mean"', r"\1"),
-    "heads' cotangents by a rank's own": (NORMED, HEADS, r"along = all_reduce\(.*\)\n", "pass\n"),
     "a mean of a part of D": (TWO_D, FORM, r'y - all_reduce\(.*, (y.mean.*), at.mesh.*\)', r"y - \1"),
     "squares of a part of D": (
         TWO_D, FORM, r"square = all_reduce\(.*, (mean_square\(y\)), at.mesh.*\)", r"square = \1",

@@ -18,10 +18,9 @@ ROOT = Path(scaling.__file__).parent
 PAGE = ROOT.parent / "docs" / "a-training-step.md"
 ASIDE = """
     strategies/transformer/step.py strategies/transformer/types.py models/leaves.py collectives/lines.py
-    strategies/transformer/stages.py strategies/pipeline.py strategies/transformer/experts.py
-    strategies/transformer/latent.py
+    strategies/transformer/stages.py strategies/pipeline.py models/latent.py
 """  # of a first step, of stages, and of other models
-ONE_IDEA = {"__init__", "wait", "gather", "exchange"}  # names of one thing in several classes
+ONE_IDEA = {"__init__", "wait", "gather", "exchange", "forward"}  # of one thing in several classes
 
 
 @on_ranks({"X": 2, "Y": 2})

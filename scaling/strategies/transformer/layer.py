@@ -4,6 +4,9 @@ Between the blocks the residual stream x[B_PXE, T_CY, D] is split along the sequ
 are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Weights come
 gathered over X. Axes that the mesh lacks drop out.
 
+A layer of experts, over E and their features over Y, is differentiated as a whole. Its routing is decided once: it is
+saved under every policy, so a layer that is computed again never routes again.
+
 Backward: every line is the transpose of one of the forward, from the last to the first, by the law of cotangents. A
 product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait. Here dW is computed
 while the ReduceScatter of dy is in flight. Weight gradients are left unreduced over the tokens' axes.
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, reduce_scatter, wait
-from scaling.models.latent import attend_latents
+from scaling.models.latent import attend_latents, latent_attention_backward
 from scaling.models.layer import (
     SHARED_NORM,
     Context,
@@ -34,38 +37,26 @@ from scaling.models.layer import (
     seen_heads,
     weight_gradient,
 )
-from scaling.models.linear import attend_linear
-from scaling.strategies.transformer.experts import experts, experts_backward
-from scaling.strategies.transformer.latent import latent_attention_backward
-from scaling.strategies.transformer.linear import linear_attention_backward
+from scaling.models.linear import attend_linear, linear_attention_backward
+from scaling.models.pointwise import rms_norm
+from scaling.strategies.expert import experts_of, moe, route_tokens
+from scaling.strategies.transformer.lora import expert_gradients
+from scaling.trace import open_logs
 
 Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
+GIVEN: Any = {"tensor": "Y", "spec": ROWS}  # where the experts' features and tokens are
 ATTENDED = frozenset({"O", "pull"})  # dot-product attention
 LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
 RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "pull_mix", "pull_norm"})  # a linear layer's
 BETWEEN = ATTENDED | LATENTS | RULE | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
+PRODUCTS = {"Q", "K", "V", "KV", "A_Q", "A_KV", "QKVZ", "BA", "Tmp", "Gate"}  # with weights
 REMAT = {  # the values that each policy does not keep for the backward; the further down, the less is kept
     "none": frozenset(),
     "attention": ATTENDED | RULE,
     "matmuls": BETWEEN,
-    "block": BETWEEN
-    | {
-        "Q",
-        "K",
-        "V",
-        "KV",
-        "A_Q",
-        "A_KV",
-        "QKVZ",
-        "BA",
-        "mid",
-        "Tmp",
-        "Gate",
-        "out",
-        "r_out",
-    },  # all but the layer's input
+    "block": BETWEEN | PRODUCTS | {"mid", "out", "r_out"},  # all but the layer's input
 }
 VJPS = {  # (dy, x) -> dx of each activation, in one kernel
     "silu": torch.ops.aten.silu_backward,
@@ -88,7 +79,10 @@ def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"])
     if "norm_attn_out" in W:
         Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
     mid = x + at.drop(Attn, "attention")
-    Out, extra, m = experts(W, {"mid": mid}, at) if "router" in W else mlp(W, {"mid": mid}, at)
+    stream = {"mid": mid}
+    if at.config.parallel:  # both blocks read x, and perhaps by one norm
+        stream = {"mid": x} | ({} if "norm_mlp" in W else {name: a[name] for name in ("y", "r")})
+    Out, extra, m = (experts if "router" in W else mlp)(read_norms(W), stream, at)
     if "norm_mlp_out" in W:
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
     for values in (a, m):
@@ -102,21 +96,30 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
 
     Of a layer with adapters, W["lora"], dW has their gradients alone. `scale`: the cotangent of the experts' terms.
     """
-    a, m = saved if "mid" in saved[1] else recomputed(W, saved, at)
+    if at.config.parallel:
+        a, m = saved[0], saved[1] | {"mid": saved[0]["x"]}
+    else:
+        a, m = saved if "mid" in saved[1] else recomputed(W, saved, at)
     dOut, dW = at.drop(dx, "mlp"), {}
     if "norm_mlp_out" in W:
         dOut, dW = normed_backward(W, "norm_mlp_out", m["out"], m["r_out"], dOut, at.config)
-    dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(W, dOut, m, at)
+    if "router" in W:
+        dMid, dW_mlp = experts_backward(W, dOut, scale, m, at)
+    else:
+        dMid, dW_mlp = mlp_backward(read_norms(W), dOut, m, at)
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
     if "W_QKVZ" in W:
         a, back = normed_stream(a, a["x"], W, "norm_attn", at), linear_attention_backward
-    dAttn = at.drop(dMid, "attention")
+    dAttn = at.drop(dx if at.config.parallel else dMid, "attention")
     if "norm_attn_out" in W:
         dAttn, dgain = normed_backward(W, "norm_attn_out", a["out"], a["r_out"], dAttn, at.config)
         dW |= dgain
     dIn, dW_attn = back(W, dAttn, a, at)
     dW |= dW_mlp | dW_attn
+    for name, into in SHARED_NORM.items():  # the gradients of a norm that both blocks share add up
+        if name in W and into in dW_mlp and into not in W:
+            dW[name] = dW[name] + dW.pop(into)
     return dIn.add_(dMid), {name: dW[name] for name in W["lora"]} if "lora" in W else dW
 
 
@@ -133,29 +136,6 @@ def recomputed(W: dict, saved: Halves, at: Context, whole: bool = False) -> Halv
     elif whole:
         m = activate_features(W, normed_stream(m, m["mid"], W, "norm_mlp", at), at)
     return a, m
-
-
-def parallel_layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
-    """x[B_PXE, T_CY, D] -> (x, None, saved), as `layer`, for models whose two blocks read the same stream."""
-    Attn, a = attention(W, {"x": x}, at)
-    shared = {} if "norm_mlp" in W else {name: a[name] for name in ("y", "r")}
-    Out, _, m = mlp(read_norms(W), {"mid": x} | shared, at)
-    for values in (a, m):
-        for name in gone & values.keys():
-            del values[name]
-    return x + at.drop(Attn, "attention") + at.drop(Out, "mlp"), None, (a, m)
-
-
-def parallel_layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float = 1.0) -> tuple[Tensor, dict]:
-    """dx[B_PXE, T_CY, D] -> (dx, dW), as `layer_backward`. The gradients of a norm that both blocks share add up."""
-    a, m = saved
-    dMid, dW_mlp = mlp_backward(read_norms(W), at.drop(dx, "mlp"), m | {"mid": a["x"]}, at)
-    dIn, dW = attention_backward(W, at.drop(dx, "attention"), a, at)
-    for name, into in SHARED_NORM.items():
-        if name in W and into not in W:
-            dW[name] = dW[name] + dW_mlp.pop(into)
-    dW |= dW_mlp
-    return dIn.add_(dMid).add_(dx), {name: dW[name] for name in W["lora"]} if "lora" in W else dW
 
 
 def normed_result(W: dict, name: str, Out: Tensor, s: Values, at: Context) -> tuple[Tensor, Values]:
@@ -253,3 +233,34 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
     dW |= weight_gradient(W, "W_out", line, dOut, s["Act"], at)
     dMid, dgains = normed_backward(W, "norm_mlp", s["mid"], s["r"], wait(dy), at.config)
     return dMid, dW | dgains
+
+
+def experts(W: dict, s: Values, at: Context) -> tuple[Tensor, Tensor, dict]:
+    """(Out[B_PXE, T_CY, D], the auxiliary terms Loss[] {U_PXECY}, s) of the residual stream s["mid"]."""
+    config, mesh, own = at.config, at.mesh, owned(W, at)
+    if "routing" not in s:
+        with torch.no_grad():
+            y = rms_norm(s["mid"], gain=own["norm_mlp"], eps=config.eps)
+            s = s | {"routing": route_tokens(experts_of(own), y, config, mesh, "E", **GIVEN)}
+        for log in open_logs:
+            log.loads.append(s["routing"].load)
+
+    def computed(W: dict, mid: Tensor) -> tuple[Tensor, Tensor]:
+        y = rms_norm(mid, gain=W["norm_mlp"], eps=config.eps)
+        Out, aux = moe(experts_of(W), y, config, mesh, "E", **GIVEN, routing=s["routing"])
+        return Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]
+
+    (Out, extra), pull = at.vjp(computed, own, s["mid"])
+    return Out, extra, s | {"pull": pull}
+
+
+def experts_backward(W: dict, dOut: Tensor, scale: float, s: Values, at: Context) -> tuple[Tensor, dict]:
+    """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW). `scale`: the cotangent of the auxiliary terms."""
+    s = s if "pull" in s else experts(W, s, at)[2]
+    dW, dMid = s["pull"]((dOut, dOut.new_full((), scale, dtype=torch.promote_types(dOut.dtype, torch.float32))))
+    return dMid, expert_gradients(W, dW, at.config) if "lora" in W else dW
+
+
+def owned(W: dict, at: Context) -> dict:
+    """Return the leaves of a layer that belong to its experts and their norm."""
+    return {"norm_mlp": W["norm_mlp"]} | experts_of(W)

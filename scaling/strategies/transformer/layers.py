@@ -29,13 +29,7 @@ from scaling.scaled import gather_matrix
 from scaling.spec import parse, parse_line
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import embed, embed_backward, head
-from scaling.strategies.transformer.layer import (
-    layer,
-    layer_backward,
-    parallel_layer,
-    parallel_layer_backward,
-    recomputed,
-)
+from scaling.strategies.transformer.layer import layer, layer_backward, recomputed
 from scaling.strategies.transformer.lora import adapted
 from scaling.strategies.transformer.step import LeafLines, TrainStep
 
@@ -248,10 +242,10 @@ class LayerStack:
     def run_forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
         """Return x, the sum of the layers' extra terms, and the arrays that each layer saved."""
         x, extra, kept_below = self.below.run_forward(x, at) if self.below else (x, 0.0, [])
-        terms, forward = [extra], parallel_layer if self.step.config.parallel else layer
+        terms = [extra]
 
         def run_layer(l: int, W: list, x: Tensor):
-            x, term, saved = forward(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.gone)
+            x, term, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.gone)
             terms.append(0.0 if term is None else term)
             return x, saved if self.step.backward else None
 
@@ -268,13 +262,12 @@ class LayerStack:
             scale: The cotangent of the extra terms.
             last: Whether no microbatch follows.
         """
-        backward = parallel_layer_backward if self.step.config.parallel else layer_backward
 
         def run_layer_backward(l: int, W: list, dx: Tensor, saved):
             own = at.of_layer(self.first + l)
             if (n := self.structure.num_leaves) < len(W):  # the forward's forms of the weights follow the backward's
                 saved = recomputed(self.structure.unflatten(W[n:]), saved, own, whole=True)
-            dx, dW = backward(self.structure.unflatten(W[:n]), dx, saved, own, scale)
+            dx, dW = layer_backward(self.structure.unflatten(W[:n]), dx, saved, own, scale)
             return dx, self.trained.flatten_up_to(dW)
 
         dx = self.engine.backward(dx, kept, run_layer_backward, last=last)

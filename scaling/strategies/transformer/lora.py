@@ -86,13 +86,9 @@ def expert_gradients(W: dict, dW: Mapping[str, Tensor], config: Config) -> dict[
 @lru_cache(maxsize=4096)
 def _expert_lines(weight: str, inputs: str) -> tuple[str, str]:
     """Return the lines of dW B^T and A^T dW for an expert matrix as a layer uses it, stacked over its first dim."""
-    A, B, W = (parse(text) for text in (*factors(weight, inputs).values(), weight))
-    dW = Spec("dW", W.dims[1:]).with_unreduced("PXC")
-    A, B = (Spec(spec.name, spec.dims[1:]) for spec in (A, B))
-    over_in, over_out = ([axis for dim, axes in dW.dims for axis in axes if dim in s.dim_names] for s in (A, B))
-    over_in, over_out = ([axis for axis in over if axis != "E"] for over in (over_in, over_out))
-    dA, dB = A.with_unreduced(["P", "X", "C", *over_out]), B.with_unreduced(["P", "X", "C", *over_in])
-    return f"{dW} * {B} -> {dA}", f"{A} * {dW} -> {dB}"
+    A, B, dW = (Spec(spec.name, spec.dims[1:]) for spec in map(parse, (*factors(weight, inputs).values(), weight)))
+    dW = dW.with_name("dW").with_unreduced("PXC")
+    return f"{dW} * {B} -> {_product(dW, B, A)}", f"{A} * {dW} -> {_product(A, dW, B)}"
 
 
 @lru_cache(maxsize=4096)
@@ -103,12 +99,17 @@ def _lines(line: str, inputs: int) -> tuple[bool, str, str, str, str]:
     The first `inputs` dims of W are inputs.
     """
     parsed = parse_line(line)
-    dims, partial, r = parsed.result.dims, parsed.result.unreduced, ("r", ())
+    dims, r = parsed.result.dims, ("r", ())
     first = dims[0][0] in parsed.operands[0].dim_names
     x, dOut = parsed.operands if first else parsed.operands[::-1]
-    tokens = tuple(dim for dim in x.dims if dim in dOut.dims)
-    over_in, over_out = ([axis for _, axes in some for axis in axes] for some in (dims[:inputs], dims[inputs:]))
+    h = Spec("h", (*(dim for dim in x.dims if dim in dOut.dims), r))
     A, B = Spec("A", (*dims[:inputs], r)), Spec("B", (r, *dims[inputs:]))
-    low, high = (Spec("h", (*tokens, r)).with_unreduced(over) for over in (over_out, over_in))
-    dA, dB = A.with_unreduced([*partial, *over_out]), B.with_unreduced([*partial, *over_in])
+    low, high = _product(dOut, B, h), _product(x, A, h)
+    dA, dB = _product(x, low, A), _product(high, dOut, B)
     return first, f"{dOut} * {B} -> {low}", f"{x} * {low} -> {dA}", f"{x} * {A} -> {high}", f"{high} * {dOut} -> {dB}"
+
+
+def _product(a: Spec, b: Spec, out: Spec) -> Spec:
+    """Return the type of a product with these dims: unreduced as its operands, and over what splits a summed dim."""
+    summed = [axis for dim, axes in a.dims if dim not in out.dim_names for axis in axes]
+    return out.with_unreduced(dict.fromkeys([*a.unreduced, *b.unreduced, *summed]))
