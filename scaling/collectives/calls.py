@@ -197,7 +197,7 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or x.layout is not torch.strided:
         what = f"the operand is a {type(x).__name__}, the mask a {type(mask).__name__}"
         refuse(f"masked: {line}", what, "both are dense tensors", "torch.as_tensor(...), or .to_dense()")
-    if x.dim() != dims or any(x.shape[i] != size for i, size in sizes):
+    if x.dim() != dims or (sizes and any(x.shape[i] != size for i, size in sizes)):
         rule = f"its type has {dims} dims, and says those that are numbers"
         what = f"the operand has shape {tuple(x.shape)}"
         refuse(f"masked: {line}", what, rule, "give the type of what is masked")

@@ -6,6 +6,8 @@ any function.
 
 import math
 from collections.abc import Callable
+from itertools import compress, count
+from operator import attrgetter
 from typing import Any, cast
 
 import optree
@@ -18,6 +20,7 @@ from scaling import tree
 from scaling.common.torch_private import fused_norm, fused_norm_vjp, in_transform, tape_gradients
 
 ACTIVATIONS = ("none", "relu", "gelu")
+KIND = attrgetter("shape", "dtype", "device")
 EPS = 1e-6  # added to the mean square in RMSNorm
 
 
@@ -133,23 +136,23 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
     if torch.compiler.is_compiling():
         return torch.func.vjp(f, *primals)  # pyright: ignore[reportReturnType]
     inputs, structure = optree.tree_flatten(cast(Any, primals))
-    kinds = [(x.shape, x.dtype, x.device) for x in inputs]  # so that `pull` keeps no input that the tape does not
-    wanted = [i for i, x in enumerate(inputs) if x.is_floating_point()]
+    kinds = [*map(KIND, inputs)]  # `pull` keeps no input that the tape does not keep
+    floats, edges = [*compress(count(), map(Tensor.is_floating_point, inputs))], []
     with torch.enable_grad():
-        entered = _Enter.apply(torch.empty(0, requires_grad=True), *[inputs[i] for i in wanted])
-        for i, x in zip(wanted, entered, strict=True):
+        entered = _Enter.apply(torch.empty(0, requires_grad=True), *map(inputs.__getitem__, floats))
+        for i, x in zip(floats, entered, strict=True):
             inputs[i] = x
+            edges.append(GradientEdge(x.grad_fn, x.output_nr))
         out = f(*cast(tuple, structure.unflatten(inputs)))
-    edges = [GradientEdge(x.grad_fn, x.output_nr) for x in entered]
     results = tree.leaves(out)
 
     def pull(cotangents) -> tuple:
-        grads: list[Any] = [None] * len(kinds)
-        for i, g in zip(wanted, tape_gradients(results, edges, tree.leaves(cotangents)), strict=True):
-            grads[i] = g
+        found = tape_gradients(results, edges, tree.leaves(cotangents))
+        grads = dict(zip(floats, found, strict=True))
         for i, (shape, dtype, device) in enumerate(kinds):
-            grads[i] = torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else grads[i]
-        return cast(tuple, structure.unflatten(grads))
+            if grads.get(i) is None:
+                grads[i] = torch.zeros(shape, dtype=dtype, device=device)
+        return cast(tuple, structure.unflatten(map(grads.__getitem__, range(len(kinds)))))
 
     return tree.map(Tensor.detach, out), pull
 
@@ -159,4 +162,4 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.detach() for x in inputs)
+        return inputs

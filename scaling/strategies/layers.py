@@ -60,8 +60,11 @@ class Gradient:
         """Add a microbatch's gradient of layer l, a tensor or a deferred product, to the sum of those before it."""
         sums, deferred = self.unreduced[l], isinstance(g, Deferred) and not self.compiling
         g = g if deferred or isinstance(g, Tensor) else wait(g)
-        if sums is None and l == self.L - 1:
-            self.stack = self.writable(g.shape)
+        if sums is None and l == self.L - 1 and not self.compiling:
+            if self.out is not None and g.shape == self.shape:  # reducing changes only the values
+                self.stack = self.out
+            elif self.summed:
+                self.stack = self.like.new_empty((self.L, *g.shape), dtype=self.dtype)
         if sums is None and self.stack is None:
             g = g.wait() if deferred else g
             self.unreduced[l] = g.to(self.dtype or g.dtype)
@@ -72,18 +75,6 @@ class Gradient:
             self.unreduced[l] = sums + g
         else:
             g.wait(out=sums, add=True) if deferred else sums.add_(g)
-
-    def writable(self, shape: torch.Size) -> Tensor | None:
-        """Return the stack in which unreduced gradients of this shape are written, or None if they stay separate.
-
-        If they have the shape of the reduced ones, it is the stack of the result, because reducing changes only its
-        values.
-        """
-        if self.compiling:
-            return None
-        if self.out is not None and shape == self.shape:
-            return self.out
-        return self.like.new_empty((self.L, *shape), dtype=self.dtype) if self.summed else None
 
     def take(self, first: int, end: int) -> Tensor:
         """Pop the unreduced gradients of layers first..end-1: one layer's alone, several stacked."""
@@ -250,7 +241,7 @@ class Layers:
 
         The bucket before is waited for first: more buckets in flight would hold more whole gradients.
         """
-        dW = [grad.take(first, end) for grad in self.grads]
+        dW = [*map(partial(Gradient.take, first=first, end=end), self.grads)]
         if not self.late:
             self.settle()
         mesh = self.mesh if end - first == 1 else self.mesh.stacked("L")

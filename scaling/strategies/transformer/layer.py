@@ -79,10 +79,11 @@ def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"])
     if "norm_attn_out" in W:
         Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
     mid = x + at.drop(Attn, "attention")
-    stream = {"mid": mid}
+    own, stream = W, {"mid": mid}
     if at.config.parallel:  # both blocks read x, and perhaps by one norm
-        stream = {"mid": x} | ({} if "norm_mlp" in W else {name: a[name] for name in ("y", "r")})
-    Out, extra, m = (experts if "router" in W else mlp)(read_norms(W), stream, at)
+        own, shared = read_norms(W), {} if "norm_mlp" in W else {name: a[name] for name in ("y", "r")}
+        stream = {"mid": x} | shared
+    Out, extra, m = (experts if "router" in W else mlp)(own, stream, at)
     if "norm_mlp_out" in W:
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
     for values in (a, m):
@@ -96,17 +97,15 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
 
     Of a layer with adapters, W["lora"], dW has their gradients alone. `scale`: the cotangent of the experts' terms.
     """
+    own, (a, m) = W, saved
     if at.config.parallel:
-        a, m = saved[0], saved[1] | {"mid": saved[0]["x"]}
-    else:
-        a, m = saved if "mid" in saved[1] else recomputed(W, saved, at)
+        own, m = read_norms(W), m | {"mid": a["x"]}
+    elif "mid" not in m:
+        a, m = recomputed(W, saved, at)
     dOut, dW = at.drop(dx, "mlp"), {}
     if "norm_mlp_out" in W:
         dOut, dW = normed_backward(W, "norm_mlp_out", m["out"], m["r_out"], dOut, at.config)
-    if "router" in W:
-        dMid, dW_mlp = experts_backward(W, dOut, scale, m, at)
-    else:
-        dMid, dW_mlp = mlp_backward(read_norms(W), dOut, m, at)
+    dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(own, dOut, m, at)
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
     if "W_QKVZ" in W:
@@ -177,7 +176,8 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dleaves, dQ, dK, dV, *dOpen = s["pull"](dO)
-    dW |= {name: in_place(d, W[name], at) for name, d in dleaves.items()}
+    for name, d in dleaves.items():
+        dW[name] = in_place(d, W[name], at)
     dy = at.einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
     line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
     dy = at.einsum(line, dK, own["W_K"], out=dy, add=True)

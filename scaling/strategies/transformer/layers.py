@@ -54,8 +54,11 @@ class LocalBatch(NamedTuple):
 
 def start_leaves(collective: Callable, which: str, leaves: Sequence, mesh, lines: Sequence[LeafLines]) -> list:
     """Start a collective on each leaf that has such a line; return all leaves, pending."""
-    each = zip(leaves, map(attrgetter(which), lines), strict=True)
-    return [collective(line, wait(x), mesh, async_op=True) if line else x for x, line in each]
+    found = [*leaves]
+    for i, line in enumerate(map(attrgetter(which), lines)):
+        if line:
+            found[i] = collective(line, wait(found[i]), mesh, async_op=True)
+    return found
 
 
 gather_leaves = partial(start_leaves, all_gather, "gather")
@@ -123,18 +126,14 @@ class Packed:
     sent: list[tuple[int, torch.Size, int, str]]
     mesh: Any
 
-    def __post_init__(self):
-        if (watch := who_watches()) is not None:  # the message has one type; the judge needs each leaf's
-            for i, *_, line in self.sent:
-                watch.told(self.leaves[i], parse_line(line).operands[0], line, "")
-
     def wait(self) -> list:
         """Return the leaves, after the message's have arrived."""
         leaves, found, start, watch = list(self.leaves), wait(self.message), 0, who_watches()
         for i, shape, dim, line in self.sent:
             blocks = found[:, start : start + shape.numel()].unflatten(1, shape)
             leaves[i], start = blocks.movedim(0, dim).flatten(dim, dim + 1), start + shape.numel()
-            if watch is not None:  # a memory has one type, and the leaves are parts of one
+            if watch is not None:  # the message has one type, and its memory too; the judge needs each leaf's
+                watch.told(self.leaves[i], parse_line(line).operands[0], line, "")
                 leaves[i] = watch.typed(leaves[i].clone(), parse_line(line).result, "", self.mesh)
         return leaves
 
@@ -334,8 +333,11 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         del x, dW
         if last:
             ends.clear()
-            first = {name: dends.pop(name) for name in ("embed", "positions") if name in dends}
-            grads, dends = reduce_ends(dends, mesh, step.lines), first
+            complete = dict(dends)
+            dends = {}
+            for name in complete.keys() & {"embed", "positions"}:  # the first layer's input adds to these
+                dends[name] = complete.pop(name)
+            grads = reduce_ends(complete, mesh, step.lines)
         dx = layers.run_backward(dx, kept, at, scale / M, last=last and not late)
         if not lora:
             add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
