@@ -55,7 +55,7 @@ OP_KINDS = {
     "reduces": OperationKind(
         "dims go in another way: each must be whole",
         "",
-        "amax amin max min prod any all logsumexp argmax argmin var std norm linalg_vector_norm",
+        "amax amin max min median prod any all logsumexp argmax argmin var std norm linalg_vector_norm",
     ),
     "contracts": OperationKind(
         "products summed over dims that the operands share", "each", "einsum matmul rmatmul mm bmm mv dot"

@@ -211,7 +211,7 @@ class Judge(TypedLines, TorchDispatchMode):
         for part in parts if name in PARTS else ():
             start = int(part.storage_offset()) - int(x.storage_offset())
             for dim, n, m, was, now in zip(dims, x.shape, part.shape, x.stride(), part.stride(), strict=True):
-                if 0 < m < n and (n % m or start // was % m or now != was):
+                if 0 < m < n and was and (n % m or start // was % m or now != was):
                     return axes_along(dim) or ()
         return ()
 

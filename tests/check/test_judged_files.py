@@ -3,6 +3,7 @@ right; faults of whole statements are found in them, and faulty edits of typed l
 and say nothing, and those that raise there. What came of each edit on ranks is stored (outcomes.py runs them); here
 some are judged, and all by outcomes.py."""
 
+import ast
 import re
 import sys
 from importlib import import_module
@@ -13,8 +14,10 @@ from machine import Forked, ended
 from mutant_programs import judgement, replace, restore
 from mutants import ROOT, mutants, text_of
 from outcomes import stored, variants
+from sources import parsed
 
 from scaling.check import check_source, judged, main
+from scaling.check.contracts import documented
 from scaling.check.lines import check_lines
 from scaling.check.programs import programs
 from scaling.check.run import judge_file
@@ -272,6 +275,24 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
     assert ended(main, given.split()) == status
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
+
+
+STORED = Path(__file__).with_name("typed_docstrings.txt")  # file: its functions whose docstrings begin with types
+
+
+def test_no_docstring_loses_its_types():
+    """The judge checks a function by the types that its docstring begins with, and says nothing where there are none:
+    an edit of the prose must not take them away. Who types one more, or renames one, adds it to the list."""
+    listed = dict(line.split(": ") for line in STORED.read_text().splitlines())
+    for path in sorted([*ROOT.glob("scaling/**/*.py"), *ROOT.glob("chapters/*.py")]):
+        found, every, file = [], set(), path.relative_to(ROOT).as_posix()
+        for node in ast.walk(parsed(path)) if file in listed or re.search(r'"""(Of )?\w+\[', path.read_text()) else ():
+            if isinstance(node, ast.FunctionDef):
+                every.add(node.name)
+                given, results, _ = documented(ast.get_docstring(node) or "")
+                found += [node.name] if given or results else []
+        wanted = [name for name in listed.get(file, "").split() if name in every]
+        assert sorted({*found}) == wanted, f"{file}: begin with types now or before, not both"
 
 
 KNOWN, EVERY = stored(), list(mutants())
