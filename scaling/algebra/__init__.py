@@ -10,7 +10,7 @@ Plans and programs are data: print them, count their bytes and FLOPs, or run the
 from scaling.algebra.products import Product, cases, matmul, matmul_via
 from scaling.algebra.programs import Program, derive
 from scaling.algebra.resharding import reshard
-from scaling.algebra.steps import COLLECTIVES, Plan, Step, permutation, total
+from scaling.algebra.steps import COLLECTIVES, Plan, Step, permutation
 
 __all__ = ["COLLECTIVES", "Plan", "Product", "Program", "Step", "cases", "derive", "matmul", "matmul_via"]
-__all__ += ["permutation", "reshard", "total"]
+__all__ += ["permutation", "reshard"]

@@ -212,9 +212,3 @@ def op_kind(name: str) -> str | None:
         return "values"
     in_place = plain[1:] if name.startswith("__i") else ""  # x += y
     return _KIND.get(plain) or _KIND.get(in_place) or ("attends" if plain.startswith("scaled_dot_product") else None)
-
-
-def printed_table() -> str:
-    """Return the table as docs/rules.md prints it."""
-    rows = [f"| `{kind}` | {row.does} | {row.keeps or 'none'} | {row.names} |" for kind, row in OP_KINDS.items()]
-    return "\n".join(["| kind | what it does | keeps partial sums of | functions |", "|---|---|---|---|", *rows]) + "\n"

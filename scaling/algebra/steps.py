@@ -119,11 +119,6 @@ def splitting(dims: Sequence[tuple[str, ...]], sizes) -> list[tuple[str, ...]]:
     return [tuple(axis for axis in axes if sizes[axis] > 1) for axes in dims]
 
 
-def total(steps, count: str, *args) -> float:
-    """Sum one count over steps: `total(plan.steps, "wire_bytes", sizes, mesh, "bf16")`."""
-    return sum(getattr(step, count)(*args) for step in steps)
-
-
 class Counted:
     """The costs of a sequence of steps: the base of Plan and Program, which hold their `steps`."""
 
@@ -131,19 +126,19 @@ class Counted:
 
     def nbytes(self, sizes, mesh, dtype) -> float:
         """Return the sum of the steps' V."""
-        return total(self.steps, "nbytes", sizes, mesh, dtype)
+        return sum(step.nbytes(sizes, mesh, dtype) for step in self.steps)
 
     def gather_bytes(self, sizes, mesh, dtype) -> float:
         """Return the sum of the steps' V with an AllReduce counted twice, as in the book's tables."""
-        return total(self.steps, "gather_bytes", sizes, mesh, dtype)
+        return sum(step.gather_bytes(sizes, mesh, dtype) for step in self.steps)
 
     def wire_bytes(self, sizes, mesh, dtype) -> float:
         """Return the bytes that each device sends."""
-        return total(self.steps, "wire_bytes", sizes, mesh, dtype)
+        return sum(step.wire_bytes(sizes, mesh, dtype) for step in self.steps)
 
     def flops(self, sizes, mesh) -> int:
         """Return the FLOPs of one device."""
-        return int(total(self.steps, "flops", sizes, mesh))
+        return sum(step.flops(sizes, mesh) for step in self.steps)
 
 
 @dataclass(frozen=True)

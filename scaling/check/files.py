@@ -23,7 +23,7 @@ from pathlib import Path
 
 import scaling
 from scaling.check.findings import FORMATTED, NO_LINE, NOTHING, Finding, Judgement, place_parts, said
-from scaling.check.lines import check_lines, formats_lines
+from scaling.check.lines import check_lines, formats_lines, silent_lines
 from scaling.common.console import Parser
 
 LIBRARY = Path(scaling.__file__).parent
@@ -71,7 +71,7 @@ def _check_texts(texts: dict[str, str], own: set[str], lines_only: bool = False)
     if lines_only:
         return report, calls
     from scaling.check.library import judge_each
-    from scaling.check.run import found_in, not_reached
+    from scaling.check.run import not_reached
 
     others = {path: text for path, text in texts.items() if path not in own}
     faulty = {finding.file for finding in report.findings}
@@ -81,9 +81,12 @@ def _check_texts(texts: dict[str, str], own: set[str], lines_only: bool = False)
     unread = {*others} - {*calls} - faulty
     report.unjudged += [(f"{path}:1", FORMATTED) for path in sorted(unread) if formats_lines(others[path])]
     reached: set[tuple[str, int]] = set()
+
+    def silenced(finding: Finding) -> bool:
+        return finding.rule in silent_lines(texts[finding.file]).get(finding.line, ())
+
     for run, judged in zip(runs, judge_each(runs, [*others], own), strict=True):
-        found = found_in(judged, others, run[0]) if run else found_in(judged, {path: texts[path] for path in own})
-        found = [replace(finding, message=_from_here(finding.message)) for finding in found]
+        found = [replace(each, message=_from_here(each.message)) for each in judged.findings if not silenced(each)]
         report.findings += [finding for finding in found if finding not in report.findings]
         report.unjudged += [(_from_here(place), _from_here(why)) for place, why in judged.unjudged]
         if run and not judged.judged and not found and run[0] not in faulty:

@@ -42,7 +42,8 @@ class KnownArrays:
         self.quiet = 0
         self.ones: set[str] = set()  # axes that split a dim into parts of one element: no view shows which dim
         self.sizes: dict[str, int] | None = None if sizes is None else dict(sizes)  # None: no mesh is known yet
-        self.files: frozenset[str] = frozenset()  # the judged files' real paths; if empty, every file is judged
+        self.files: dict[str, str] = {}  # {real path: name} of the judged files; if empty, every file is judged
+        self.run = ""  # the judged file that is run, at whose first line faults are shown that no judged line led to
 
     def live(self, spec: Spec) -> Spec:
         """Return the type without the axes that the mesh lacks or has of size 1."""
@@ -102,6 +103,12 @@ class KnownArrays:
                 return
             shown = shown or place_of_call(self.files, (*MACHINERY, PAGE_TOOLS))
         shown = shown or self.shown_at(place)
+        if self.files:  # without a file that is run such a fault belongs to a module that was not asked for
+            file, line = place_parts(shown)
+            name = self.files.get(real_path(file))
+            shown = f"{name}:{line}" if name else f"{self.run}:1"
+            if not (name or self.run):
+                return
         text += f"\n  the value was made at {made}" if made else ""
         text += f"\n  it is computed at {place}" if place != shown else ""
         found = Finding(*place_parts(shown), text, rule)

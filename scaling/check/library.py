@@ -59,7 +59,7 @@ def judge_library(modules: Collection[str] = ()) -> Judgement:
 
         for name, sizes, run in programs():
             judge = Judge(report, sizes)
-            judge.files = frozenset(map(real_path, modules))
+            judge.files = {real_path(name): name for name in modules}
             with watching(judge), attempt(judge, name):
                 run(AbstractMesh(sizes))
     return report

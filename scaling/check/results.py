@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scaling.algebra.labels import ALONG, argument, labelled
-from scaling.algebra.law import Illegal, LabelledOp, Sizes, kept_over
+from scaling.algebra.law import Illegal, LabelledOp, Sizes
 from scaling.algebra.layouts import DimAxes
 from scaling.algebra.ops import ELEMENTWISE, kept_sums, op_kind
 from scaling.check.findings import RULES
@@ -102,9 +102,6 @@ def result_types(
     if kind == "puts":
         return [_written(operands, operands[1], name)]
     sums = kept_sums(name, args, kwargs, len(arrays), [x.dtype for x in arrays if x.held.unreduced], made)
-    if kind == "linear":
-        kept_over(name, sums, [_layout(operands[0]).unreduced], ())
-        return [operands[0]._replace(name="", made="")]
     if kind == "reshapes":  # a copy, which reads its operand in order
         (x,) = operands[:1]
         memory = pieces_of(x.shape, strides_in_order(x.shape), x.dims)
@@ -172,10 +169,6 @@ def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -
     unreduced = None if at.unreduced is None else frozenset(at.unreduced)
     if ring or (chosen and not unreduced):  # a ring's sum so far: no type shows how many terms are missing
         unreduced = None
-    if op.name == "matmul":  # batch dims that meet may have two names: heads of queries and of keys
-        for label in op.output:
-            if all(label in own for own in op.inputs):
-                dims[label] = tuple(part._replace(name=None) for part in dims[label])
     found = [(dims.get(label, any_dim(n)), n) for label, n in zip(op.output, shape, strict=True)]
     made = tuple(dim if size_along(dim) == n else any_dim(n) for dim, n in found)
     parts = next((x.parts for x in operands if x.unreduced), PARTS.get(op.name, "sum")) if unreduced else ""

@@ -27,8 +27,7 @@ from scaling import launch, tree
 from scaling import mesh as meshes
 from scaling.check.compared import axes_named
 from scaling.check.contracts import documented, run_watched
-from scaling.check.findings import Finding, Judgement, said
-from scaling.check.lines import silent_lines
+from scaling.check.findings import Judgement, said
 from scaling.check.mode import Judge
 from scaling.check.places import place_of_error, place_of_function, real_path
 from scaling.check.strategy import LAYERS, run_layers
@@ -118,25 +117,6 @@ def not_reached(
                 yield f"{path}:{first}", "this call was not reached"
 
 
-def found_in(judged: Judgement, texts: dict[str, str], run: str = "") -> list[Finding]:
-    """Return the findings, under the paths that name the files, except the ones that comments silence.
-
-    Args:
-        judged: the judge's answer.
-        texts: the judged files, {path: text}.
-        run: the file that was run, at whose first line a finding is shown that no line of the judged files led to.
-            Without it, the library's programs were run, and such a finding belongs to a module that was not asked for.
-    """
-    names, found = {os.path.realpath(path): path for path in texts}, []
-    for finding in judged.findings:
-        path, line, text = names.get(os.path.realpath(finding.file), run), finding.line, finding.message
-        if path == run and os.path.realpath(finding.file) != os.path.realpath(run):
-            line, text = 1, f"{text}\n  it is computed at {finding.place}"
-        if path and finding.rule not in silent_lines(texts[path]).get(line, ()):
-            found.append(Finding(path, line, text, finding.rule))
-    return found
-
-
 def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[str] = ()) -> Judgement:
     """Run a file under the judge.
 
@@ -151,7 +131,7 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
     module = ModuleType("__main__")
     module.__file__ = path
     judge = Judge(report)
-    judge.files = frozenset(map(real_path, (path, *files)))
+    judge.run, judge.files = path, {real_path(name): name for name in (*files, path)}
     with nothing_outside(path), watching(judge):
         kept = sys.modules.get("__main__")
         sys.path.insert(0, str(Path(path).resolve().parent))
