@@ -90,7 +90,7 @@ def cheapest(
         beam: the number of states kept after each value, ranked by their cost so far plus a lower bound for each array.
 
     Returns:
-        The cost and a choice for each value that is not an argument. Without any plan, an infinite cost and no choices.
+        The cost, and a choice for each value that is not an argument. There is a plan, since whole operands are legal.
     """
     search = _Search(values, inputs, within)
     states = [SearchState(START, {n: (at,) for n, at in enumerate(inputs) if n in search.last})]
@@ -98,8 +98,6 @@ def cheapest(
         states = search.after(states, number)
         if len(states) > beam:
             states = sorted(states, key=search.promise)[: int(beam)]
-    if not states:
-        return (math.inf, 0, 0), []
     state, choices = min(states, key=lambda state: state.key), []
     key = state.key
     while state.before is not None and state.choice is not None:
@@ -270,8 +268,6 @@ def ways_of(
     axes, ways = tuple(within.sizes), []
     shapes = [array.shape for array in operands]
     for needed, made in dict.fromkeys(legal_ways(op, shapes, axes, may, within.sizes)):
-        if not divides(made, result.shape, within.sizes):
-            continue
         parts, cost = within.count({axis for at in needed for axis in itertools.chain(*at.dims)}), 0
         if within.cost is not None:
             before = tuple(retyped(array.spec, at) for array, at in zip(operands, needed, strict=True))

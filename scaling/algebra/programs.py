@@ -55,11 +55,6 @@ class Program(Counted):
         """The lines of both passes, in order."""
         return self.forward + self.backward
 
-    @property
-    def collectives(self) -> tuple[Step, ...]:
-        """The lines that communicate, of both passes."""
-        return tuple(step for step in self.steps if step.op in COLLECTIVES)
-
 
 def _numbered(steps) -> list[str]:
     lines = []

@@ -124,10 +124,6 @@ class Counted:
 
     steps: tuple[Step, ...]
 
-    def nbytes(self, sizes, mesh, dtype) -> float:
-        """Return the sum of the steps' V."""
-        return sum(step.nbytes(sizes, mesh, dtype) for step in self.steps)
-
     def gather_bytes(self, sizes, mesh, dtype) -> float:
         """Return the sum of the steps' V with an AllReduce counted twice, as in the book's tables."""
         return sum(step.gather_bytes(sizes, mesh, dtype) for step in self.steps)

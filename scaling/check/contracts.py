@@ -73,8 +73,6 @@ def documented(text: str) -> Documented:
 def with_types_told(fn: Callable) -> Callable:
     """Wrap fn so that its arguments and results are compared with its docstring's types while the judge watches."""
     types, results, _ = documented(fn.__doc__ or "")
-    if not types and not results:
-        return fn
     place = place_of_function(fn)
     signature = inspect.signature(fn)
 

@@ -29,7 +29,11 @@ PAGE_TOOLS = f"{LIBRARY}book/"  # tools that compare arrays of any types
 
 Frame = tuple[str, int]  # file, line
 
-real_path = cache(os.path.realpath)
+
+@cache
+def real_path(file: str) -> str:
+    """Return a file's path without links."""
+    return os.path.realpath(file)
 
 
 def frames_of_call(skipped: tuple[str, ...] = MACHINERY) -> Iterator[Frame]:

@@ -81,8 +81,6 @@ class Array:
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is reshard:
-            return reshard(*args, **(kwargs or {}))
         return call_typed(func, args, kwargs or {})
 
     def __getattr__(self, name: str):

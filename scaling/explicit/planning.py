@@ -8,14 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes, Setting, spec_of
 from scaling.algebra.planner import ChosenWay, Value, Way, all_layouts, cheapest, legal_ways, ways_of
 from scaling.algebra.resharding import PlannedArray, every_axis
 from scaling.explicit.functions import AnyOperation, Node
-from scaling.spec import ShardingError
 
 BEAM = 200  # states that are kept if many values are alive
 
@@ -66,9 +65,6 @@ def plan(
         constraints: the layouts of constrained nodes, {node: layout}.
         sizes: the sizes of the mesh's axes.
         beam: the number of states that `cheapest` keeps.
-
-    Raises:
-        ShardingError: some operation is not legal in any layout.
     """
     within = every_axis([at for at in (*inputs, *outputs, *constraints.values()) if at is not None], sizes)
     axes, arrays, values = tuple(within.sizes), [weighted_array(node) for node in graph.nodes], []
@@ -78,8 +74,6 @@ def plan(
             may = [within.partial + inputs[n].unreduced if n < len(inputs) else axes for n in node.operands]
             work = node.flops or math.prod(node.shape)
             ways = ways_of(node.op, [arrays[n] for n in node.operands], arrays[number], may, within, work)
-            if not ways:
-                _refuse_all(node.op, sizes)
         elif number in constraints:
             ways = [Way((constraints[number],), constraints[number])]
         values.append(Value(arrays[number], node.operands, ways))
@@ -125,11 +119,4 @@ def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[Di
     arrays = [weighted_array(node) for node in nodes]
     values = [*map(Value, arrays), Value(arrays[0], tuple(range(len(arrays))), ways)]  # any array: nothing uses it
     _, choices = cheapest(values, operands, every_axis(operands, sizes))
-    return choices[0].way if choices else _refuse_all(op, sizes)
-
-
-def _refuse_all(op: AnyOperation, sizes: Mapping[str, int]) -> NoReturn:
-    raise ShardingError(
-        f"{op.name}: no layout makes it legal on {sizes}\n"
-        "  fix: change an operand's type, or reduce or gather it before"
-    )
+    return choices[0].way
