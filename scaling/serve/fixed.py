@@ -4,7 +4,8 @@ A step of the engine or of `generate` gives each row some tokens, which follow t
 starts and pages go to the device as one array of whole numbers. From it `step.logits_of` computes there where keys and
 values belong. If steps are compiled by torch.compile or captured as CUDA graphs (`capture`), their shapes are few:
 rows, tokens and pages are rounded up to powers of two, and attention reads a bucket of places under a mask. Each shape
-is compiled or captured when it is first needed. A prompt, with more than FEW tokens a row, keeps its exact shape.
+is compiled or captured when it is first needed. A prompt, with more than FEW tokens a row, keeps its exact shape,
+and so does a step of more than EVERY tokens through experts, each of which computes all tokens of a fixed step.
 
 A replay of a graph reads and writes the memory that its capture saw, so params, cache and the static input stay in
 place. A step also runs to warm up, so it must give the same result however often it runs: the values that it writes to
@@ -76,6 +77,7 @@ class Captured:
 
 FEW = 8  # tokens of a row up to which a step has a fixed shape
 LEAST = 16  # places of the smallest bucket
+EVERY = 256  # tokens of a step up to which a GPU reads an expert's weights for longer than it computes all tokens
 
 
 class Steps:
@@ -156,6 +158,7 @@ class Steps:
             check_room(starts, counts, T, self.room, 0)
         fixed = self.fixed and T <= FEW and (T == 1 or self.mesh.sizes.get("C", 1) == 1)
         M = -(-longest // self.page) if self.page else 0
+        fixed = fixed and (not self.config.moe or len(rows) * self.rounded(T) <= EVERY)
         T, M = (self.rounded(T), self.rounded(M)) if fixed else (T, M)
         asked = [
             [*row, *[0] * (T - len(row)), len(row), starts[b], *held[:M], *[0] * (M - len(held))]

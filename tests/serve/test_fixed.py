@@ -130,6 +130,16 @@ def test_each_shape_is_one_graph():
     assert not counters["graph_break"]
 
 
+def test_a_step_of_many_tokens_through_experts_is_not_fixed(monkeypatch):
+    monkeypatch.setattr(torch, "compile", uncompiled)
+    monkeypatch.setattr(fixed, "EVERY", 4)
+    config, params = CONFIGS["experts"], shaken(CONFIGS["experts"])
+    step = fixed.Steps(params, config, serve.init_cache(config, 8, 4, page=4), compile="eager")
+    for rows, made in ((8, 0), (5, 0), (3, 1), (4, 2)):
+        step([[1]] * rows, [0] * rows, [[row] for row in range(rows)])
+        assert len(step.made) == made
+
+
 def test_compiled_as_torch_does_for_a_gpu():
     """Without inductor's code, which the next test has: what is written in place becomes a copy at the graph's end."""
     torch._dynamo.reset()

@@ -23,7 +23,6 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from scaling.serve.fields import RequestError
 from scaling.serve.web.desk import AnswerPiece, Ask, Desk
 from scaling.serve.web.words import NO_MODEL, AnswerWriter, ClientCall, Model, read_body
 
@@ -155,6 +154,11 @@ def _refusal(desk: Desk, error: Refused) -> Response:
     return _json(error.body(), error.status_code, HEADERS.get(error.status_code))
 
 
+def _check_running(desk: Desk) -> None:
+    if desk.failed:
+        raise Refused(503, f"the engine has ended: {desk.failed}")
+
+
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(json.dumps(body), status, headers, "application/json")
 
@@ -171,8 +175,7 @@ class _Calls:
         return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": ALONE})
 
     async def health(self, request: Request) -> Response:
-        if self.desk.failed:
-            raise Refused(503, f"the engine has ended: {self.desk.failed}")
+        _check_running(self.desk)
         return _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -195,12 +198,10 @@ class _Calls:
         body = await _body(request)
         try:
             call = await asyncio.to_thread(read_body, body, self.model, chat, self.ids)
-        except RequestError as error:
-            raise Refused(404 if error.code == NO_MODEL else 400, str(error), error.param, error.code) from None
-        except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            raise Refused(400, str(error)) from None
-        if self.desk.failed:
-            raise Refused(503, f"the engine has ended: {self.desk.failed}")
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:  # a RequestError is a ValueError
+            param, code = getattr(error, "param", None), getattr(error, "code", None)
+            raise Refused(404 if code == NO_MODEL else 400, str(error), param, code) from None
+        _check_running(self.desk)
         if (held := len(self.desk.answers)) + len(call.requests) > self.most:
             text = f"{held} requests are running, of at most {self.most}"
             reason = f"{text}\n  fix: try again later, or ask for fewer answers at once"
@@ -267,7 +268,7 @@ class _Answers:
         while left:
             index, piece = await self.pieced.get()
             if piece.reason not in (None, "stop", "length"):
-                raise Refused(503, f"the engine has ended: {self.desk.failed}")
+                _check_running(self.desk)
             left -= piece.reason is not None
             yield index, piece
 
