@@ -28,7 +28,7 @@ from scaling.hardware import CHIPS, Chip, chip
 from scaling.plan.candidates import plans
 from scaling.plan.classes import error_line
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Job
+from scaling.plan.job import Job, run_bytes
 from scaling.plan.report import folded
 from scaling.plan.serve import candidates
 from scaling.plan.serve.forecast import ERRORS, likely_token
@@ -78,7 +78,7 @@ class PosttrainJob:
     def job(self) -> Job:
         """The training step, on sequences of the average length."""
         seq = self.prompt + self.output
-        return Job(self.config, self.answers * seq, seq, self.dtype)
+        return Job(self.config, self.answers * seq, seq, self.dtype, *run_bytes(self.dtype))
 
     @property
     def service(self) -> candidates.Service:
@@ -181,9 +181,11 @@ def divisions(asked: PosttrainJob, hardware: Chip, chips: int) -> list[Division]
     whole(chips=chips)
     found = [one for each in _tried(hardware, chips) if (one := _division(asked, hardware, *each)) is not None]
     if not found:
+        more = (chips << i for i in range(1, 10))
+        enough = next((f"{n:,}" for n in more if _division(asked, hardware, n, n, False)), "more")
         raise ValueError(
             f"{asked.config.name} fits {chips:,} {hardware.name} neither colocated nor divided\n"
-            "  fix: give more chips, fewer prompts, or shorter answers"
+            f"  fix: give {enough} chips, fewer prompts, or shorter answers"
         )
     return sorted(found, key=lambda one: one.seconds)
 

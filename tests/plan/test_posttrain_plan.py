@@ -11,6 +11,7 @@ from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Job, plans
 from scaling.plan.__main__ import main
+from scaling.plan.job import IN_BF16
 from scaling.plan.posttrain import PosttrainJob, divisions, link, writing
 from scaling.plan.serve import candidates
 from scaling.plan.serve.forecast import likely_token
@@ -23,7 +24,7 @@ def test_each_side_is_what_its_own_planner_forecasts():
     found = divisions(ASKED, H100, 64)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     for one in found:
-        trained = plans(Job(ASKED.config, 2048 * 2560, 2560), H100, one.train_chips)[0]
+        trained = plans(Job(ASKED.config, 2048 * 2560, 2560, "bf16", *IN_BF16), H100, one.train_chips)[0]
         assert one.train == pytest.approx(float(trained.forecast))
         at_once = one.serving.batch * one.serving.replicas
         rounds = math.ceil(math.ceil(2048 / one.serving.replicas) / one.serving.batch)
