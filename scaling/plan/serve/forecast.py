@@ -29,30 +29,24 @@ ERRORS = {
 class Rates:
     """The time of each kind of work as a multiple of its time at the peak, and the seconds of overheads.
 
-    `weights`, `kv`, `flops`, `prompts`, `sent`: reading weights and caches, FLOPs, prompts between steps, bytes sent.
-    Seconds: `layer` and `experts`, the kernels of a layer, and of a layer of experts; `hop`, a collective, for each
-    doubling of its ranks; `apart`, a layer whose sequences are on replicas of attention; `prompt`, a layer for each
-    prompt that runs between steps; `host`, a sequence, on the host.
+    `weights`, `kv`, `flops`, `sent`: reading weights and caches, FLOPs, bytes sent. Seconds: `layer` and `experts`, the
+    kernels of a layer, and of a layer of experts; `hop`, a collective, for each doubling of its ranks; `apart`, a layer
+    whose sequences are on replicas of attention; `host`, a sequence, on the host.
     """
 
     weights: float
     kv: float
     flops: float
-    prompts: float
     sent: float
     layer: float = 0.0
     experts: float = 0.0
     hop: float = 0.0
     apart: float = 0.0
-    prompt: float = 0.0
     host: float = 0.0
 
 
-PROMPT_START = 2.2e-4  # seconds of a layer for each prompt that runs between steps
-GPU = Rates(
-    1.34, 2.0, 3.0, 1.26, 3.0, layer=24e-6, experts=54e-6, hop=8.5e-6, apart=137e-6, prompt=PROMPT_START, host=8e-6
-)  # fmt: skip
-TPU = Rates(1.05, 1.05, 1.5, 1.5, 1.0)
+GPU = Rates(1.34, 2.0, 3.0, 3.0, layer=24e-6, experts=54e-6, hop=8.5e-6, apart=137e-6, host=8e-6)
+TPU = Rates(1.05, 1.05, 1.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -135,9 +129,7 @@ class PromptRun:
     @property
     def rate(self) -> float:
         """Prompts per second on chips that run prompts alone."""
-        return BUSY / (
-            self.taken(self.chips) + (PROMPT_START * self.service.config.L if self.chip.kind == "gpu" else 0)
-        )
+        return BUSY / self.taken(self.chips)
 
 
 def first_token(plan: "ServingPlan") -> float:
@@ -191,9 +183,8 @@ def likely_token(plan: "ServingPlan") -> Forecast:
         sent = rates.sent * nbytes / chip.bandwidth("node") + rates.hop * sum(hops)
     else:
         sent = rates.sent * sum(plan.comms.values())
-    prompt = rates.prompts * PromptRun(s, chip, plan.shape).peak
     kernels = c.L * starts + rates.host * own
-    between = 0.0 if plan.apart else (prompt * plan.batch + rates.prompt * c.L * own) / s.generated
+    between = 0.0 if plan.apart else PromptRun(s, chip, plan.shape).taken(ranks) * plan.batch / s.generated
     return Forecast(
         rates.weights * step.weights, rates.flops * step.math, rates.kv * step.kv, kernels, sent, between
     )  # fmt: skip
