@@ -1,4 +1,8 @@
-"""The questions that chapters leave to try, each with a folded answer, and a program where a browser can run it."""
+"""What chapters leave to try, each with its answer folded, and a program where a browser can run it.
+
+An item is `1. Edit: ...`, `2. Question: ... Evaluate `expression`.` or `3. Flag: ...`, and its own answer follows it as
+a paragraph `Answer: ...`. The value of an expression is computed.
+"""
 
 import ast
 import builtins
@@ -7,7 +11,9 @@ import subprocess
 import sys
 from html import escape
 
-ASKED = re.compile(r"^( *)(\d\. .*?Evaluate\s+`([^`]+)`.*?)(?=^ *\d\. |\Z)", re.MULTILINE | re.DOTALL)
+ITEM = re.compile(r"^ *\d\. .*?(?=^ *\d\. |\Z)", re.MULTILINE | re.DOTALL)
+ASKED = re.compile(r"Evaluate\s+`([^`]+)`")
+ANSWER = re.compile(r"^ *Answer: (.*)", re.MULTILINE | re.DOTALL)
 MOST = 25  # lines of a program that is shown
 BLOCKED = "import sys\nfor name in ('torch', 'numpy', 'optree', 'matplotlib'):\n    sys.modules[name] = None\n"
 FORM = """```{{raw}} html
@@ -22,22 +28,28 @@ FORM = """```{{raw}} html
 
 def expressions(text: str) -> list[str]:
     """The expressions that a text asks to evaluate."""
-    return [" ".join(code.split()) for *_, code in ASKED.findall(text)]
+    return [" ".join(code.split()) for code in ASKED.findall(text)]
 
 
 def with_answers(text: str, source: str, found: list[str]) -> str:
-    """The things to try, each question with the value `found` of its expression in the chapter's `source`."""
+    """The things to try with folded answers; a question has the value `found` of its expression in the `source`."""
     values = iter(found)
 
     def answered(match: re.Match) -> str:
-        value = next(values)
-        program = program_of(source, " ".join(match[3].split()))
-        runs = program is not None and printed(program) == value
-        form = FORM.format(rows=program.count("\n") + 1, code=escape(program)).split("\n") if program and runs else []
-        lines = [*form, "", "<details>", "<summary>Answer</summary>", "", "```text", *value.split("\n"), "```", ""]
-        return "\n".join([match[0].rstrip(), "", *(f"   {line}".rstrip() for line in [*lines, "</details>"]), "", ""])
+        written = ANSWER.search(match[0])
+        asked = match[0][: written.start()] if written else match[0]
+        form, folded = [], [written[1].strip(), ""] if written else []
+        if expression := ASKED.search(asked):
+            value, program = next(values), program_of(source, " ".join(expression[1].split()))
+            if program is not None and printed(program) == value:
+                form = FORM.format(rows=program.count("\n") + 1, code=escape(program)).split("\n")
+            folded = ["```text", *value.split("\n"), "```", "", *folded]
+        if not folded:
+            return match[0]
+        lines = [*form, "", "<details>", "<summary>Answer</summary>", "", *folded, "</details>"]
+        return "\n".join([asked.rstrip(), "", *(f"   {line}".rstrip() for line in lines), "", ""])
 
-    return ASKED.sub(answered, text)
+    return ITEM.sub(answered, text)
 
 
 def program_of(source: str, expression: str) -> str | None:

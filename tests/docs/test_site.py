@@ -80,10 +80,11 @@ def test_a_question_has_its_program_where_it_needs_no_torch(monkeypatch, express
     tried = importlib.import_module("tried")
     program = tried.program_of(CHAPTER, expression)
     assert (program and tried.printed(program)) == RUNS[expression]
-    text = f"1. Edit: a.\n2. Question: why? Evaluate\n   `{expression}`.\n3. Flag: b."
+    text = f"1. Edit: a.\n   Answer: so,\n   it is.\n2. Question: why? Evaluate\n   `{expression}`.\n3. Flag: b."
     page = tried.with_answers(text, CHAPTER, [RUNS[expression] or "7"])
     assert tried.expressions(text) == [expression]
-    assert (page.count("<details>"), page.count("data-ask")) == (1, int(program is not None))
+    assert (page.count("<details>"), page.count("data-ask")) == (2, int(program is not None))
+    assert page.startswith("1. Edit: a.\n\n\n   <details>\n   <summary>Answer</summary>\n\n   so,\n   it is.\n\n   </det")
     assert page.endswith("3. Flag: b.")
 
 
