@@ -270,6 +270,12 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `mixed = ("bf16", "int8", "bf16")` by `mixed = ("bf16", "int4", "bf16")`. From which batch on is a
 #    matmul with int4 weights compute-bound, and why does Question 2 then say DIFFERS?
+#    Answer: From about 60 tokens on, half of the 120 of int8, because the weights have half of the bytes and the FLOPs
+#    are the same. The row compares our 60 with the book's 120, which is for int8.
 # 2. Question: from which D on are two v6e compute-bound, which have twice the bandwidth and 4.7 times the FLOPs/s?
 #    Evaluate `least_D(chip("v6e"))`.
+#    Answer: 2 C/W of a link: 2 x 9.2e14 / 9e10. The FLOPs have grown faster than the links, so the contraction must be
+#    longer.
 # 3. Flag: run with `--plot roofline.svg`. Both pictures are written: where do the two roofs meet?
+#    Answer: At the corner of HBM's roof, 240 FLOPs per byte. From there on both are level at the chip's 1.97e14
+#    FLOPs/s, and a faster memory would not help.

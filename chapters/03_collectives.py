@@ -276,6 +276,12 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `"the sum, split", lambda s: parts(s.sum(0))` by `"the mean", lambda s: parts(s.mean(0))`. What does
 #    the ReduceScatter compute, and what does the table say of it?
+#    Answer: It computes the sum, as its type says, and the row says NO: the mean is the sum over X. A mean is another
+#    function, which one asks for by `op="mean"`.
 # 2. Question: what share of N^2 goes over the busiest link of an AllToAll both ways on an odd ring of 5? Evaluate
 #    `{(a, w): b for a, w, _, b in rings.ring_counts(5, 10)}["AllToAll", 2] / 50`.
-# 3. Flag: run with `--mesh X=2`. How many hops has a ring of two, and which two collectives then cost the same?
+#    Answer: 0.12, a little less than the 1/8 of long rings: (1 - 1/25)/8, since the two farthest devices are only two
+#    hops away.
+# 3. Flag: run with `--mesh X=2`. How many hops has a ring of two, and what does it gain by sending both ways?
+#    Answer: One hop, since the only other device is the neighbour on both sides. So there is nothing to gain: it has
+#    one shard to receive.

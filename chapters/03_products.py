@@ -279,6 +279,12 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `"A[I_X, J_Y]", "B[J_Y, K_X]", "C[I_X, K]"` by `"A[I_X, J_Y]", "B[J_X, K_Y]", "C[I_X, K_Y]"`. Which
 #    cases are these, and which arrays are moved in how many steps?
+#    Answer: Case 2, twice: Y splits the contracted dim of A, and X that of B. A is gathered over Y and then B over X,
+#    two steps before the product, and nothing comes after it.
 # 2. Question: from how many rows on is gathering B, of 8192 x 8192, cheaper than gathering A for case 4? Evaluate
 #    `fastest["4", 1024], fastest["4", 16384]`.
+#    Answer: Somewhere between 1,024 and 16,384 rows. Gathering A sends A and then a part of C, which both grow with
+#    the rows, while gathering B sends the same bytes at any number of them.
 # 3. Flag: run with `--mesh X=4,Y=1`. Which of the bytes grow, and which line sends nothing any more?
+#    Answer: Those over X, where a device lacks 3/4 of an array and not 1/2; only the AllToAll sends less, since each
+#    chunk is smaller. `A[I_XY, J] -> A[I_X, J]` sends nothing, because it gathers over Y alone.

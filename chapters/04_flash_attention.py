@@ -201,6 +201,11 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `dP - weighted[:, None]` by `dP`. Which of the gradients are still right, and why?
+#    Answer: DV alone, because P^T dO needs no derivative of the softmax. dQ and dK come from the gradient of the
+#    scores, which is wrong without the subtracted sum.
 # 2. Question: how many keys must a chunk have for the scores of a chunk to be more than K and V themselves, T = 64?
 #    Evaluate `2 * H * S / T`.
+#    Answer: 24 keys: T x 24 numbers are then as many as the 2 S H of K and V.
 # 3. Flag: run with `--chunk 96`. Which row of the first table is left, and what does the listing then hold?
+#    Answer: The last one, 96 keys. One chunk has all keys, so the listing holds all scores at once, like dense
+#    attention.

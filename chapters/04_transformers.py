@@ -242,6 +242,10 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `"N": 6, "K": 3, "G": 2` by `"N": 6, "K": 3, "G": 1`. Why do the formulas of the dot products not
 #    match the counts any more, though the formulas of the projections do?
+#    Answer: G must be N/K = 2. With G = 1 the einsum has K G = 3 heads and the formula N = 6, so it counts twice what
+#    runs. The projections have N and K of their own and no G.
 # 2. Question: how many params does LLaMA-3 8B have without its two vocabulary matrices? Evaluate
 #    `tm.num_params(get("llama3-8b")) - tm.params(get("llama3-8b"))["vocab"]`.
+#    Answer: 7.0 billion: its vocabulary of 128,256 words has a billion params, half of them for the look-up.
 # 3. Flag: run with `--plot share.svg`. How many times as much as the rest is attention at T = 2^18 for D = 8192?
+#    Answer: 4 times, T/(8D) = 2^18 / 2^16.

@@ -361,8 +361,12 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `dKV = wait(dKV) + torch.stack([dK, dV])` by `dKV = 0 * wait(dKV) + torch.stack([dK, dV])`. The
-#    forward pass and dQ stay right: the loss of a training run would hardly tell.
+# 1. Edit: replace `dKV = wait(dKV) + torch.stack([dK, dV])` by `dKV = 0 * wait(dKV) + torch.stack([dK, dV])`. Which
+#    gradients are wrong now, and would the loss of a training run tell?
+#    Answer: DK and dV: a block leaves behind what the ranks before added, and keeps the last one's term alone. The
+#    forward pass and dQ stay right, so the loss would hardly tell; only a comparison of gradients does.
 # 2. Question: with G = 1, as many KV heads as query heads, from how many tokens a chip on does a v5p hide the ring?
 #    Evaluate `hidden_from(v5p.intensity("line"), 1)`.
-# 3. Flag: run with `--mesh C=2`: plain order then uses at best 2/3 of the time.
+#    Answer: 10,200 tokens, 16 times as many: each key and value is sent for one query head and not for 16.
+# 3. Flag: run with `--mesh C=2`. How much of the time can plain order use now?
+#    Answer: 2/3 of it at best, 1/(2 - 1/C) with C = 2. With fewer ranks the order matters less.

@@ -194,8 +194,16 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `dW_in[D, F]", dW_in, mesh)` by `dW_in[D, F]", dW_in, mesh, op="mean")`:
-#    a mean where a sum belongs. Nothing else changes, and the loss of the training still falls.
+# 1. Edit: replace `dW_in[D, F]", dW_in, mesh)` by `dW_in[D, F]", dW_in, mesh, op="mean")`: a mean where a sum belongs.
+#    What finds the mistake, and would the training show it?
+#    Answer: Run as a script, the chapter is refused before a rank starts: the parts of a sum are added, not averaged.
+#    In a notebook, which is not judged, dW_in says NO: it is 1/X of what it should be. The training would hardly show
+#    it. The loss still falls, because AdamW divides each gradient by its own size; that is why such mistakes can
+#    survive for long.
 # 2. Question: how many tokens must a chip have if the AllReduces can use one axis of the torus only? Evaluate
 #    `cost.data_threshold(C, v5p.bandwidth("ici", axes=1))`.
-# 3. Flag: run with `--mesh X=2`: each rank has twice the rows, and no more gradients to send than before.
+#    Answer: 2,550 tokens, three times as many, since one axis has a third of the bandwidth.
+# 3. Flag: run with `--mesh X=2`. Which numbers of the listing change?
+#    Answer: Only `sent`. The listing has 8 rows for each rank, so the FLOPs stay. V stays, too, but a rank sends 2 x
+#    1/2 of it and not 2 x 3/4, because with fewer ranks it lacks a smaller part. In the training, whose batch is
+#    fixed, a rank has twice the rows.

@@ -210,7 +210,13 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `dW_out[F, D_X]", dW_out, mesh)` by `dW_out[F, D_X]", dW_out, mesh, op="mean")`:
-#    one weight then has 1/X of its gradient, and AdamW hides that almost completely.
+# 1. Edit: replace `dW_out[F, D_X]", dW_out, mesh)` by `dW_out[F, D_X]", dW_out, mesh, op="mean")`: one weight then has
+#    1/X of its gradient. What finds the mistake?
+#    Answer: Run as a script, the chapter is refused before a rank starts: the parts of a sum are added, not averaged.
+#    In a notebook, which is not judged, the comparison of the layer says NO for dW_out. The training hardly differs,
+#    because AdamW divides each gradient by its own size.
 # 2. Question: how many chips may share a batch of 4M tokens? Evaluate `4e6 / cost.data_threshold(C, W)`.
-# 3. Flag: run with `--mesh X=2`: each rank then has half of each weight.
+#    Answer: 4,706: each needs 850 tokens to hide the gathers.
+# 3. Flag: run with `--mesh X=2`. What does a rank store and send now?
+#    Answer: Half of each weight, and it sends half of it in each gather. ZeRO's rows with 4N/4 become 4N/2: memory
+#    falls with the number of ranks.

@@ -137,8 +137,14 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `-> Out[B_X, D_Y]", Out, mesh)` by `-> Out[B_X, D_Y]", Out, mesh, op="mean")`:
-#    every layer then returns 1/Y of its result.
+# 1. Edit: replace `-> Out[B_X, D_Y]", Out, mesh)` by `-> Out[B_X, D_Y]", Out, mesh, op="mean")`: every layer then
+#    returns 1/Y of its result. Which of the results are still right?
+#    Answer: Run as a script, the chapter is refused before a rank starts: the parts of a sum are added, not averaged.
+#    In a notebook, which is not judged, Out says NO, and dIn, dW_in and dW_out are right: the backward is written out
+#    and begins with the right dOut. It is no longer the derivative of this forward.
 # 2. Question: from how many tokens on a chip is LLaMA-3 70B's layer, F = 28,672, bound by compute? Evaluate
 #    `cost.mixed_threshold(28672, C, W_X, W_Y)`.
-# 3. Flag: run with `--mesh X=2,Y=2`: half as many ranks, each with the same lines.
+#    Answer: 113 tokens, where FSDP alone needs 850.
+# 3. Flag: run with `--mesh X=2,Y=2`. Which of the lines change?
+#    Answer: None: the types name no numbers. A rank gathers from one other along X, not three, so it sends 1/2 of each
+#    weight where it sent 3/4.

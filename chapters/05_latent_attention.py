@@ -223,6 +223,13 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `all_reduce(A, dW["W_DQ"], mesh)` by `dW["W_DQ"]`. Whose gradient is wrong, and by how much?
+# 1. Edit: replace `all_reduce(A, dW["W_DQ"], mesh)` by `dW["W_DQ"]`. Whose gradient is wrong, and what finds it?
+#    Answer: That of W_DQ: each rank along Y has the terms of its own tokens only. Run as a script, the chapter is
+#    refused before a rank starts: the next line wants {U_X}, and the gradient is still {U_XY}. In a notebook, which is
+#    not judged, dW_DQ says NO.
 # 2. Question: how wide may the latents be until gathering the stream is cheaper? Evaluate `D - M`.
+#    Answer: 6,592 numbers for the queries' latent: with M = 576 for keys and values, both together then have D, and
+#    nothing is saved over Y.
 # 3. Flag: run with `--mesh X=1,Y=4`. Which lines are left?
+#    Answer: All that are sent over Y. X has one rank, so the weights are not split and the gathers over X send
+#    nothing.

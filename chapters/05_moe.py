@@ -339,8 +339,16 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `all_reduce("d[D, E] {U_X} -> d[D, E]", d, mesh)` by `d`: each rank then
-#    has the gradient of only its tokens, which differs from one device's; the experts' gradients are whole.
+# 1. Edit: replace `all_reduce("d[D, E] {U_X} -> d[D, E]", d, mesh)` by `d`: whose gradient is wrong now, and why not
+#    that of the experts?
+#    Answer: That of the router. It is on every rank, and each rank has the terms of its own tokens only. Run as a
+#    script, the chapter is refused before a rank starts: the gradient is still {U_X}. In a notebook, which is not
+#    judged, the router says NO. An expert is on one rank, to which all of its tokens came, so its gradient is whole
+#    already.
 # 2. Question: from how many tokens on is DeepSeek-V3's layer compute-bound on one H100 in bf16? Evaluate
 #    `h100.intensity("hbm") * v3.E / v3.k`.
-# 3. Flag: run with `--mesh X=2`: there are half as many experts, and a token's two choices are more often on one rank.
+#    Answer: About 9,300: each expert sees k/E = 1/32 of the tokens and needs 291 of them, the intensity of an H100.
+# 3. Flag: run with `--mesh X=2`. On how many ranks do a token's two choices lie now, and what would it save to send
+#    the token once to each?
+#    Answer: On 1.95 of two, so it would save 2%. The two experts that most tokens choose are on different ranks here;
+#    which ones are popular matters more than the number of ranks.

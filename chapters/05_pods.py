@@ -185,7 +185,12 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `{U_P}", dW_in, mesh)` by `{U_P}", 2 * dW_in, mesh)`: the two orders then differ.
-# 2. Question: how many tokens must a batch have for four pods to hide the network? Evaluate
-#    `4 * cost.pod_threshold(C, dcn)`.
-# 3. Flag: run with `--mesh P=2,X=4,Y=1`: the wrong order then sends four times as many bytes over P.
+# 1. Edit: replace `{U_P}", dW_in, mesh)` by `{U_P}", 2 * dW_in, mesh)`. What does the page say?
+#    Answer: FAILED: both orders give the same. The edit doubles the result of the first order alone. Each line is
+#    typed correctly, so only the comparison finds it.
+# 2. Question: how many tokens must a batch have for four pods to hide the network? Evaluate `4 * cost.pod_threshold(C,
+#    dcn)`.
+#    Answer: 293,760: 73,440 for each of four pods.
+# 3. Flag: run with `--mesh P=2,X=4,Y=1`. How many times as many bytes does the wrong order send over P?
+#    Answer: Four times as many, since the ReduceScatter over X comes after, and it would have left a quarter of the
+#    array.

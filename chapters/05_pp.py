@@ -319,7 +319,12 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `weight = weight - 0.01 * dw` by `weight = weight - 0.01 * mesh.sizes["Z"] * dw`: a gradient that
-#    counts every stage. The loss, which was computed before, is still right; the weights are not.
-# 2. Question: how many microbatches bring 1F1B's bubble on 16 stages down to 5%? Evaluate
-#    `next(m for m in range(1, 999) if closed_forms.bubble("1f1b", 16, m) <= 1 / 20)`.
-# 3. Flag: run with `--only zb-h1 --mesh Z=2`: only the zero-bubble schedule runs, on two stages.
+#    counts every stage. Which row says NO?
+#    Answer: That of the weights after the step. The loss is still right, because it was computed before; it would be
+#    wrong only in the next step.
+# 2. Question: how many microbatches bring 1F1B's bubble on 16 stages down to 5%? Evaluate `next(m for m in range(1,
+#    999) if closed_forms.bubble("1f1b", 16, m) <= 1 / 20)`.
+#    Answer: 285: (Z - 1)/(M + Z - 1) = 15/300.
+# 3. Flag: run with `--only zb-h1 --mesh Z=2`. How much of a bubble has the zero-bubble schedule on two stages?
+#    Answer: 4%, (Z - 1)/(3M + Z - 1): rank 1 waits for the first microbatch to arrive, and rank 0 for the first one to
+#    come back.

@@ -152,8 +152,14 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `dIn = block.norm_vjp(In, dIn)` by `dIn = block.norm_vjp(In, 2 * dIn)`: the weights' gradients stay
-#    right, and every layer below receives twice its gradient.
+# 1. Edit: replace `dIn = block.norm_vjp(In, dIn)` by `dIn = block.norm_vjp(In, 2 * dIn)`: which law is broken, and
+#    what would the layers below receive?
+#    Answer: Run as a script, the chapter is refused before a rank starts: a strategy's backward is the derivative of
+#    its forward, and the two are compared on one device. In a notebook, which is not judged, only dIn says NO. The
+#    weights' gradients of this layer stay right, but every layer below would receive twice its gradient.
 # 2. Question: up to how many chips does a layer with F = 28,672 stay bound by compute, with two axes of the torus?
 #    Evaluate `cost.tensor_limit(28672, C, 2 * W)`.
-# 3. Flag: run with `--mesh Y=2`: each rank sends less, and computes twice as much.
+#    Answer: 22 chips: 2 F W/C.
+# 3. Flag: run with `--mesh Y=2`. Which part of V does a rank send now?
+#    Answer: Half of it, where it was three quarters: of two parts a rank lacks one. (D and F are multiples of Y in
+#    this chapter, so the other numbers change as well.)

@@ -196,8 +196,12 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `Attn[B_X, T_Y, D]", Attn, mesh)` by `Attn[B_X, T_Y, D]", Attn, mesh, op="mean")`: a mean over the
-#    heads' ranks where their sum belongs. Without the `reduce_scatter`, `x + attention` is refused: one is {U_Y}.
+#    heads' ranks where their sum belongs. What finds it?
+#    Answer: Run as a script, the chapter is refused before a rank starts: the parts of a sum are added, not averaged.
+#    In a notebook, which is not judged, all that depends on attention says NO, the result and its gradients.
 # 2. Question: what is the type of W_K where Y = 4 does not divide the K = 2 heads? Evaluate
-#    `transformer.specs(config.with_(K=2), {"X": 2, "Y": 4})["layers"]["W_K"]`: whole over Y, so its gradient is reduced
-#    over Y.
-# 3. Flag: run with `--mesh X=1,Y=4`: which of the lines that gather weights are left?
+#    `transformer.specs(config.with_(K=2), {"X": 2, "Y": 4})["layers"]["W_K"]`: whole over Y, so its gradient is
+#    reduced over Y.
+# 3. Flag: run with `--mesh X=1,Y=4`: which of the lines still send?
+#    Answer: Those over Y. The AllGathers of weights are listed, but X has one rank, so each weight is whole along D
+#    already.

@@ -301,6 +301,11 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `((1024, 8), (512, 16))` by `((739, 11), (512, 16))`. Is the recipe compute-bound now, and why does
 #    its row DIFFER?
+#    Answer: Yes: the gathers over X and Y both take less time than the matmuls. The row says DIFFERS because it is
+#    marked as an erratum, which must not agree with the book.
 # 2. Question: how many tokens a chip does FSDP + TP need for LLaMA-3 405B, F = 53,248? Evaluate
 #    `cost.mixed_threshold(53248, *TORUS)`.
+#    Answer: 61 tokens: a wider layer computes more with each gathered activation.
 # 3. Flag: run with `--plot bound.svg`. Where do 512 x 8 and 1024 x 4 cross the matmuls' line?
+#    Answer: 512 x 8 at 652,800 tokens and 1024 x 4 at 1,305,600: with more chips for tensors the same batch has fewer
+#    weights to gather.

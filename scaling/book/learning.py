@@ -91,7 +91,7 @@ def ranks_alike(losses: list[float], first: dict, mesh) -> list[tuple]:
         whole = torch.as_tensor(x, dtype=torch.float64).to(mesh.device).flatten()
         return broadcast(f"x[N] {{U_{format_axes(mesh.sizes)}}} -> x[N]", whole, mesh).cpu().view_as(torch.as_tensor(x))
 
-    pairs = (("losses of all ranks, beside rank 0's", losses), ("first gradients of all ranks, beside rank 0's", first))
+    pairs = (("losses of all ranks, to rank 0's", losses), ("first gradients of all ranks, to rank 0's", first))
     return [(what, difference(x, tree.map(of_rank_0, x), mesh), SINGLE) for what, x in pairs]
 
 

@@ -84,7 +84,7 @@ def test_a_question_has_its_program_where_it_needs_no_torch(monkeypatch, express
     page = tried.with_answers(text, CHAPTER, [RUNS[expression] or "7"])
     assert tried.expressions(text) == [expression]
     assert (page.count("<details>"), page.count("data-ask")) == (2, int(program is not None))
-    assert page.startswith("1. Edit: a.\n\n\n   <details>\n   <summary>Answer</summary>\n\n   so,\n   it is.\n\n   </det")
+    assert page.startswith("1. Edit: a.\n\n\n   <details>\n   <summary>Answer</summary>\n\n   so,\n   it is.\n\n   </")
     assert page.endswith("3. Flag: b.")
 
 
