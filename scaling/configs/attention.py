@@ -1,11 +1,17 @@
 """Latent attention, linear attention and scaled rotary positions, as a Config has them."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from scaling.common.arguments import check_fields, check_within, of_type
 
+NAMES = {"original_max_position_embeddings": "original", "mscale": "mscale", "mscale_all_dim": "mscale_all"}
+NAMES_OF = {  # Hugging Face's names of a RopeScaling's numbers, by its kind
+    "llama3": {"low_freq_factor": "low", "high_freq_factor": "high"},
+    "yarn": {"beta_slow": "low", "beta_fast": "high", "attention_factor": "attention", "truncate": "truncate"},
+    "longrope": {"short_factor": "short", "long_factor": "long", "attention_factor": "attention"},
+}
 NEEDED = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low", "high")}  # of a RopeScaling
 
 
@@ -30,14 +36,6 @@ class Latent:
         check_fields(self, "latent ", dict.fromkeys(sizes, "[1, inf)") | {"q_rank": "[0, inf)"})
         if self.rope % 2:
             raise ValueError(f"latent rope is {self.rope}: planes have two dims\n  fix: give an even number")
-
-    @staticmethod
-    def of(table: dict) -> "Latent":
-        """Return the Latent from a table with its fields as keys."""
-        names = {field.name for field in fields(Latent)} - {"interleaved"}
-        if table.keys() - {"interleaved"} != names:
-            raise ValueError(f"latent has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
-        return Latent(**table)
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,6 @@ class Linear:
             what = f"linear: {self.keys} heads of keys must divide {self.values} of values"
             raise ValueError(f"{what}\n  fix: give keys a divisor of values")
 
-    @staticmethod
-    def of(table: dict) -> "Linear":
-        """Return the Linear from a table with its fields as keys."""
-        if table.keys() != (names := {field.name for field in fields(Linear)}):
-            raise ValueError(f"linear has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
-        return Linear(**table)
-
     @property
     def sizes(self) -> dict[str, int]:
         """The dims of the params of linear layers by letter, as in `leaves.LINEAR`."""
@@ -79,6 +70,14 @@ class Linear:
         found = {"l": len(self.layers), "n": self.values, "k": self.keys, "h": self.key, "v": self.value}
         found |= {"w": self.width, "m": 2 * (self.key + each * self.value), "u": 2 * each}
         return found | {"t": self.width - 1, "c": 2 * self.key + each * self.value}
+
+
+def attention_of(kind: Any, name: str, table: dict) -> Any:
+    """Return the Latent or Linear, `kind`, from a table with its fields as keys; `name` is the table's in a file."""
+    names = {field.name for field in fields(kind) if field.default is MISSING}
+    if table.keys() - ({field.name for field in fields(kind)} - names) != names:
+        raise ValueError(f"{name} has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
+    return kind(**table)
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,7 @@ class RopeScaling:
         of_type("rope_scaling: its type", kind, str)
         if kind == "default":
             return None
-        names = {"original_max_position_embeddings": "original", "mscale_all_dim": "mscale_all"}
-        names |= {"low_freq_factor": "low", "high_freq_factor": "high"} if kind == "llama3" else {}
-        names |= {"beta_slow": "low", "beta_fast": "high"} if kind == "yarn" else {}
-        names |= {"short_factor": "short", "long_factor": "long"} if kind == "longrope" else {}
-        names |= {"attention_factor": "attention"} if kind in ("yarn", "longrope") else {}
+        names = NAMES | NAMES_OF.get(kind, {})
         given = {names.get(key, key): value for key, value in table.items() if value is not None}
         needed = ("factor",) if kind == "llama3" and "kind" in table else NEEDED.get(kind, ())
         if missing := [name for name in needed if name not in given]:

@@ -7,8 +7,10 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
+from scaling.configs.attention import NAMES, NAMES_OF
 from scaling.configs.config import Config
 from scaling.configs.hugging_face import ACTIVATIONS, DROPOUTS, LATENT, LETTERS, LINEAR, read_config
+from scaling.configs.hugging_face_rope import CONTEXTS, ORIGINAL
 from scaling.configs.model_types import KINDS
 
 IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed", "cached"}
@@ -94,23 +96,14 @@ def _table(config: Config, kind: str) -> dict:
     if KINDS[kind].partial is not None:
         table[KINDS[kind].rope_keys[1]] = config.rotary_share
     if scaling := config.rope_scaling:
-        table["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            table["rope_scaling"] |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-            table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
-        if scaling.kind == "yarn":
-            table["rope_scaling"] |= {} if scaling.truncate else {"truncate": False}
-            table["rope_scaling"] |= {"beta_slow": scaling.low, "beta_fast": scaling.high}
-            table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
-        if scaling.kind == "longrope":
-            table["rope_scaling"] |= {"short_factor": [*scaling.short], "long_factor": [*scaling.long]}
-            place = table if "original_max_position_embeddings" in keys else table["rope_scaling"]
-            place["original_max_position_embeddings"] = scaling.original
-        if scaling.attention is not None:
-            table["rope_scaling"]["attention_factor"] = scaling.attention
-        if scaling.kind == "yarn" or config.latent:
-            given = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
-            table["rope_scaling"] |= {key: value for key, value in given.items() if value}
+        names = {theirs: getattr(scaling, ours) for theirs, ours in (NAMES | NAMES_OF.get(scaling.kind, {})).items()}
+        if scaling.kind not in CONTEXTS:
+            del names[ORIGINAL]
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        rope |= {key: value for key, value in names.items() if value is False or (value and value is not True)}
+        if ORIGINAL in rope and ORIGINAL in keys:
+            table[ORIGINAL] = rope.pop(ORIGINAL)
+        table["rope_scaling"] = rope
     if (latent := config.latent) and "kv_lora_rank" in keys:
         ranks = (latent.q_rank or None, latent.kv_rank, latent.nope, latent.rope, latent.value)
         table |= dict(zip(LATENT, ranks, strict=True)) | {"rope_interleave": latent.interleaved}

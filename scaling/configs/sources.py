@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.common.arguments import of_type, read_table
-from scaling.configs.attention import Latent, Linear
+from scaling.configs.attention import Latent, Linear, attention_of
 from scaling.configs.catalogue import MEASURED, MODELS
 from scaling.configs.config import Config
 from scaling.configs.hugging_face import read_config
@@ -123,10 +123,9 @@ def table_config(table: dict[str, Any], path: Path) -> Config:
     try:
         if {"model_type", "hidden_size", "text_config"} & table.keys():
             table = read_config(table)
-        if isinstance(latent := table.get("latent"), dict):
-            table["latent"] = Latent.of(latent)
-        if isinstance(linear := table.get("linear"), dict):
-            table["linear"] = Linear.of(linear)
+        for name, kind in (("latent", Latent), ("linear", Linear)):
+            if isinstance(part := table.get(name), dict):
+                table[name] = attention_of(kind, name, part)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     given: dict[str, Any] = {"name": path.stem, "source": str(path)} | table
