@@ -13,7 +13,7 @@ from math import prod
 from scaling import tree
 from scaling.common.limits import LIMITS, Limits
 from scaling.mesh import AbstractMesh
-from scaling.strategies.context.layout import check_length, work
+from scaling.strategies.context.ring import check_length, work
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.api import look_up_step
 from scaling.strategies.transformer.layers import packed_leaves

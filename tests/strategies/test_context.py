@@ -18,7 +18,7 @@ from scaling.models import blockwise, tiles
 from scaling.models.pointwise import vjp as tape
 from scaling.strategies import context
 from scaling.strategies.context.compare import costs, table
-from scaling.strategies.context.layout import _from_whole
+from scaling.strategies.context.ring import _from_whole
 from scaling.trace import trace
 
 FORMS, T, H, B = ("ring", "zigzag", "gather", "ulysses"), 48, 8, 2

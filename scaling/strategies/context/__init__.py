@@ -21,8 +21,17 @@ from scaling.common.arguments import flag, positive, whole
 from scaling.models.blockwise import Attention
 from scaling.models.tiles import Mask
 from scaling.spec import format_axes, parse
-from scaling.strategies.context.layout import FORMS, check_length, from_zigzag, positions, to_zigzag, work
-from scaling.strategies.context.ring import Gathered, Ring, exchanged
+from scaling.strategies.context.ring import (
+    FORMS,
+    Gathered,
+    Ring,
+    check_length,
+    exchanged,
+    from_zigzag,
+    positions,
+    to_zigzag,
+    work,
+)
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

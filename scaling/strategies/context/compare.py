@@ -15,8 +15,7 @@ from typing import Any
 from scaling.common import tables
 from scaling.models.tiles import Mask
 from scaling.spec import dtype_bytes, format_axes, parse
-from scaling.strategies.context.layout import FORMS, check_length, work
-from scaling.strategies.context.ring import copied_heads, hops_needed
+from scaling.strategies.context.ring import FORMS, check_length, copied_heads, hops_needed, work
 
 
 @dataclass(frozen=True)

@@ -229,34 +229,35 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     config, mesh, form, M, (rows, t) = step.config, step.mesh, step.options.context, step.options.microbatches, shape
     split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)
     places = ring.positions(form, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
-    dtype = step.dtype
     check_positions(config, t * mesh.sizes.get("C", 1), segments is not None)
-    rope = partial(layer_tables, config, dtype=dtype, length=t * mesh.sizes.get("C", 1))
+    rope = partial(layer_tables, config, dtype=step.dtype, length=t * mesh.sizes.get("C", 1))
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
     attend = partial(padded, attend) if config.latent else attend
     attend = partial(attend, cap=config.score_cap) if config.score_cap is not None else attend
-    drops, documents = [all_kept] * M, [None] * M
-    if segments is None:
-        ropes, attends = [rope(places)] * M, [partial(attend, segments=None)] * M
-    else:
+    none: list[Any] = [None] * M
+    documents, ids, samples = none, none, none
+    dropping: dict[str, Any] = {}
+    tables = rope(places) if segments is None else ()
+    if segments is not None:
         restart = restarted(all_gather("s[B, T_C] -> s[B, T]", segments, mesh))[:, c * t : (c + 1) * t]
-        documents = in_form(restart.contiguous(), step).chunk(M)
-        ropes = [*map(rope, documents)]
-        attends = [partial(attend, segments=part) for part in in_form(segments, step).chunk(M)]
+        documents, ids = in_form(restart.contiguous(), step).chunk(M), in_form(segments, step).chunk(M)
     if config.dropout and seed is not None:
-        samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
-        samples = tree.shard(samples, present("s[B_PXE]", mesh), mesh)
-        given = {"rate": config.dropout, "seed": seed, "positions": tree.shard(places, present("p[T_Y]", mesh), mesh)}
-        drops = [partial(dropout, samples=some, **given) for some in samples.chunk(M)]
-    product, precision = einsum, step.options.precision
-    if precision:
-        product = products_of(precision, types.padded_sizes(config, mesh), step.inside)
-    learned: list[Any] = [None] * M
-    if config.learned_positions:
-        each = [places.expand(rows // M, -1) if part is None else part for part in documents]
-        learned = [tree.shard(part.contiguous(), present("p[B, T_Y]", mesh), mesh) for part in each]
-    contexts, adapters = [], factor_gradients if step.options.lora else None
-    for tables, own, drop, places, in_table in zip(ropes, attends, drops, documents, learned, strict=True):
-        given: Any = {"einsum": product, "places": places, "learned": in_table, "adapters": adapters}
-        contexts.append(Context(config, step.inside, tables, own, drop, **given))
+        every = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
+        samples = tree.shard(every, present("s[B_PXE]", mesh), mesh).chunk(M)
+        dropping = {
+            "rate": config.dropout,
+            "seed": seed,
+            "positions": tree.shard(places, present("p[T_Y]", mesh), mesh),
+        }
+    given: dict[str, Any] = {"einsum": einsum, "adapters": factor_gradients if step.options.lora else None}
+    if precision := step.options.precision:
+        given["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
+    contexts = []
+    for own, segment, some in zip(documents, ids, samples, strict=True):
+        drop = all_kept if some is None else partial(dropout, samples=some, **dropping)
+        at = Context(config, step.inside, tables or rope(own), partial(attend, segments=segment), drop, **given)
+        if config.learned_positions:
+            each = places.expand(rows // M, -1) if own is None else own
+            at = at._replace(learned=tree.shard(each.contiguous(), present("p[B, T_Y]", mesh), mesh))
+        contexts.append(at._replace(places=own))
     return contexts

@@ -28,7 +28,7 @@ from scaling.models.lora import Lora
 from scaling.scaled import RECIPES
 from scaling.schedules import Schedule
 from scaling.spec import ShardingError, Spec, parse, present
-from scaling.strategies.context.layout import FORMS
+from scaling.strategies.context.ring import FORMS
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import REMAT, dropped
