@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives import wait
-from scaling.models.tiles import LATER, Mask, Ranges, capped, fused, shapes, written
+from scaling.models.tiles import LATER, Mask, Ranges, capped, fused, written
 from scaling.spec import parse
 
 TILE = 1024  # queries, and keys, that are computed at a time
@@ -83,9 +83,9 @@ class KeyBlock(NamedTuple):
         return self.mask.pairs(self.rows, self.columns)
 
     def kernel(self, device: torch.device):
-        """Return the kernel: the CPU's flash attention, matmuls, or on the meta device the shapes of their results."""
+        """Return the kernel: the CPU's flash attention, of which the meta device has the shapes, or matmuls."""
         if device.type == "meta":
-            return shapes
+            return fused
         return capped(self.cap) if self.cap is not None else fused if device.type == "cpu" else written
 
     def parts(self, ranges: Ranges, device: torch.device) -> list[range]:

@@ -8,7 +8,7 @@ O = 0) for a query that sees no key here. In `backward`, lse and O belong to the
 it: P = exp(scores - lse).
 
 `fused` is torch's flash attention on CPUs, which stores no T x S scores and also takes float64. `written` computes the
-tile by matmuls, on any device. `shapes` returns the shapes of both.
+tile by matmuls, on any device.
 """
 
 import math
@@ -126,14 +126,6 @@ def _fused_backward(dO, q, k, v, O, lse, hidden, scale):
     return dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
 
 
-def _shapes_forward(q, k, v, hidden, scale):
-    return torch.empty_like(q), torch.empty_like(q[..., 0])
-
-
-def _shapes_backward(dO, q, k, v, O, lse, hidden, scale):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
 def capped(cap: float) -> SimpleNamespace:
     """Return `written` with a soft cap of the scores."""
     return SimpleNamespace(forward=partial(_written_forward, cap=cap), backward=partial(_written_backward, cap=cap))
@@ -141,4 +133,3 @@ def capped(cap: float) -> SimpleNamespace:
 
 written = SimpleNamespace(forward=_written_forward, backward=_written_backward)
 fused = SimpleNamespace(forward=_fused_forward, backward=_fused_backward)
-shapes = SimpleNamespace(forward=_shapes_forward, backward=_shapes_backward)

