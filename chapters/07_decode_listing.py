@@ -20,6 +20,8 @@ from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, unshard
 from scaling.configs import get
 from scaling.hardware import chip
+from scaling.show import svg
+from scaling.show.frames import frames_of, text
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="Y=2,Z=2", device=True, seed=True)
@@ -69,7 +71,7 @@ def by_heads(O, mesh):
 
 # %%
 def decoded(mesh, heads: int):
-    """Return (difference from one device, lines that ran) of both endings, with so many KV heads on each rank of Y."""
+    """Return (difference from one device, lines, frames of what moves) of both endings, by the KV heads of a rank."""
     K, M = heads * Y, 2 * Z
     types = ["X[B, D]", "W_Q[D, N_YZ, H]", "W_O[N_YZ, H, D]", "K[B_Z, S, K_Y, H]", "V[B_Z, S, K_Y, H]"]
     whole, own = operands(types, {"B": B, "S": S, "D": D, "H": H, "K": K, "N": K * M}, mesh, SEED)
@@ -79,13 +81,13 @@ def decoded(mesh, heads: int):
     for ending in (by_the_book, by_heads):
         with trace() as log:
             got = attention(*own, mesh, M, ending)
-        found.append((difference(got, wanted, mesh), lines(log)))
+        found.append((difference(got, wanted, mesh), lines(log), frames_of(log.collectives())))
     return found
 
 
 apart = {}
 for heads in (1, 2):
-    (apart["the book's", heads], _), (apart["over N", heads], ran) = page.on_ranks(decoded, heads)
+    (apart["the book's", heads], *_), (apart["over N", heads], ran, moved) = page.on_ranks(decoded, heads)
 show_lines(page, f"A decode step's attention on Y={Y}, Z={Z}, float64", ran)
 page.say()
 page.equal([(f"{heads} KV heads a rank: steps 9 and 10 {'over N' if heads == 2 else 'by the book'}", off, EXACT)
@@ -96,6 +98,16 @@ page.answers([
     Answer("... and with two KV heads a rank", "yes", "yes" if apart["the book's", 2] <= EXACT or Z == 1 else "no", "",
            erratum="the AllToAll has to go back over N, not over M" if Z > 1 else ""),
 ])  # fmt: skip
+
+# %% [markdown]
+# The picture shows who holds what before and after each collective. A block has the number (or, in a notebook, the
+# colour) of the first device that holds it; rows are the batch and columns the heads. Before the first AllToAll a
+# device has all rows of few heads, and after it half of the rows of twice as many heads: the rows whose cache it has.
+# The second AllToAll goes back.
+
+# %%
+page.title(f"What moves in a decode step, on Y={Y}, Z={Z}")
+page.show(text(moved, page.args.mesh), lambda: svg.player(moved, page.args.mesh))
 
 # %% [markdown]
 # ## Prefill, split along the sequence

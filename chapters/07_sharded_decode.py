@@ -28,6 +28,7 @@ from scaling import cost, serve, tree
 from scaling.algebra import derive
 from scaling.book.answers import Answer
 from scaling.book.decoding import decoded
+from scaling.book.layout import beside
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import transfer
@@ -38,6 +39,8 @@ from scaling.mesh import Mesh
 from scaling.models import transformer
 from scaling.plan.serve import Service, ServingPlan, plans
 from scaling.plan.serve.forecast import likely_token
+from scaling.show import svg
+from scaling.show.frames import device_grids
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="Y=2,Z=2", device=True, seed=True, plot=True)
@@ -76,6 +79,18 @@ for form, (line, sizes) in LINES.items():
     page.table([(i, str(step), step.nbytes(SIZES, sizes, 2) or "") for i, step in enumerate(steps, 1)],
                ["", "line", "V bytes"])  # fmt: skip
 page.check("two AllToAlls and an AllReduce", sent["heads_batch"] == ["AllToAll", "AllToAll", "AllReduce"])
+
+# %% [markdown]
+# The picture shows which part of a cache each of four devices holds. Columns are the KV heads, split over Y; rows are
+# the batch in the second array and the sequence in the third. In the first, heads are all that is split, so the devices
+# along Z hold the same: twice the memory, and twice the bytes to read.
+
+# %%
+CACHES = ("heads[B, K_Y]", "heads_batch[B_Z, K_Y]", "sequence[S_Z, K_Y]")
+page.title("The cache on each of four devices")
+page.show(
+    beside(device_grids(cache, {"Y": 2, "Z": 2}) for cache in CACHES), lambda: svg.types(CACHES, {"Y": 2, "Z": 2})
+)
 
 # %% [markdown]
 # ## The four forms on ranks

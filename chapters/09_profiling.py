@@ -26,6 +26,8 @@ from scaling.hardware import Chip, Measured, chip, load_chip
 from scaling.measure import rates
 from scaling.models.pointwise import act
 from scaling.profile import profile
+from scaling.show import bars, svg
+from scaling.show.bars import Bar
 from scaling.spec.sizes import format_sizes
 
 page = Page(
@@ -207,13 +209,33 @@ def calibrated(mesh) -> Chip:
 
 
 # %% [markdown]
+# To draw a step, each line becomes bars in the row of its rank.
+
+
+# %%
+def lanes(step: int, timelines) -> list[Bar]:
+    """Return a step's bars: products (P), collectives (C), and the time in which a collective waits for a rank (w)."""
+    steps, drawn = [timeline.steps[step] for timeline in timelines], []
+    began = min(each.start for each in steps)
+    for each in steps:
+        row = f"rank {each.timeline.rank}"
+        for run in each.runs:
+            kind = "collective" if run.communicates else "product"
+            drawn += [Bar(row, kind[0].upper(), start - began, end - began, kind) for start, end in run.held]
+            if run.waiting:
+                first = run.held[0][0] - began
+                drawn.append(Bar(row, "w", first, first + run.waiting, "waits"))
+    return drawn
+
+
+# %% [markdown]
 # First some steps are profiled. Then follow five more in which the last rank comes 30 ms late, and the profile has to
 # name it.
 
 
 # %%
 def run(mesh):
-    """Return (the table, the steps' parts, their seconds by an outer clock, FLOPs by line, slow ranks, memory)."""
+    """Return (the table, the steps' parts, their seconds by an outer clock, FLOPs, slow ranks, memory, bars)."""
     x, W = arrays(mesh)
     machine = GIVEN or calibrated(mesh)
     block(x, W, mesh)
@@ -232,10 +254,11 @@ def run(mesh):
             late.step()
     flops = {line.run.after.split("[")[0]: line.flops for line in p.lines() if line.flops}
     memory = [(moment.line, moment.live, moment.peak) for moment in p.memory() if moment.line]
-    return p.table(machine, columns=width()), p.parts(mesh.rank), outside, flops, late.stragglers(), memory
+    drawn = lanes(-1, late.timelines)
+    return p.table(machine, columns=width()), p.parts(mesh.rank), outside, flops, late.stragglers(), memory, drawn
 
 
-table, parts, outside, flops, slow, memory = page.on_ranks(run)
+table, parts, outside, flops, slow, memory, drawn = page.on_ranks(run)
 Y = page.args.mesh["Y"]
 page.title(f"A step of the block on {format_sizes(page.args.mesh)}, mean of {STEPS}")
 page.say(table)
@@ -262,9 +285,14 @@ page.table(memory, ["line", "bytes after", "most until the next"])
 # %% [markdown]
 # ## A slow rank
 # The last rank sleeps 30 ms before the block. All others wait for it in the next collective, which looks slow but is
-# not: they wait 30 ms, and the transfer itself takes no longer than before.
+# not: they wait 30 ms, and the transfer itself takes no longer than before. The picture has a row for each rank, and
+# time goes to the right.
 
 # %%
+page.title("The last step: P products, C collectives, w waiting for another rank")
+colours = {"product": "#86aef0", "collective": "#f5a45d", "waits": "#d8d8d8"}
+lines = bars.text(drawn, width() - 10, idle=" ", fill="")
+page.show(lines, lambda: svg.time_lines([("the last step", drawn)], colours, "in s"))
 page.title("Who is late, and where")
 ranks = math.prod(page.args.mesh.values())
 page.say("\n".join(map(str, slow)) or "No rank waits for another.")
