@@ -240,8 +240,8 @@ page.chart(
 
 # %% [markdown]
 # The table divides a step into its parts, at two contexts. The weights take the same time at any batch, and the others
-# grow with it. Beyond a context of about 3,500 tokens, reading the caches takes longer than the FLOPs at every batch, as
-# in the rows of 8,192. There a larger batch does not use the FLOPs; what would help is a smaller cache.
+# grow with it. Beyond a context of about 3,500 tokens, reading the caches takes longer than the FLOPs at every batch;
+# see the rows of 8,192. There a larger batch does not use the FLOPs; what would help is a smaller cache.
 
 # %%
 breakdown = []
