@@ -10,9 +10,9 @@ wraparound, and answers Questions 5 and 6. The parts of one TPU are the subject 
 # ## Why a torus?
 # Each TPU has links to its nearest neighbours only, four in two dimensions or six in three. GPUs are joined by
 # switches, and each can send to any other in a few hops (12_gpu_networks.py). A torus gives that up: a message to a
-# distant chip passes all chips between. In return it needs no switches, and a chip has the same links and the same
-# bandwidth in a pod of 16 as in one of 8,960. Most collectives lose nothing by it, because they can be written as
-# rings, in which a chip only ever talks to its neighbours (03_collectives.py).
+# distant chip passes all chips between. In return it needs no network of switches, and a chip has the same links and
+# the same bandwidth in a pod of 16 as in one of 8,960. Most collectives lose nothing by it, because they can be written
+# as rings, in which a chip only ever talks to its neighbours (03_collectives.py).
 
 # %%
 import math

@@ -174,10 +174,9 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `TYPES = {"A": "A[B_X, D_Y]"` by `TYPES = {"A": "A[B_Y, D_X]"`. Which array must move now, besides
-#    the one that is gathered?
-#    Answer: A again, and no other: the result wants B over X, so two AllToAlls first exchange the axes of A's two
-#    dims, and the gather follows.
+# 1. Edit: replace `TYPES = {"A": "A[B_X, D_Y]"` by `TYPES = {"A": "A[B_Y, D_X]"`. What must happen to A
+#    now, before it is gathered?
+#    Answer: Its two dims exchange their axes, by two AllToAlls, because the result wants B over X.
 # 2. Question: how many bytes does one of 32 devices hold of fp32[1024, 4096] as A[I_X, J_Z] with X=4, Y=4, Z=2?
 #    Evaluate `parse("A[I_X, J_Z]").nbytes(SIZES, {"X": 4, "Y": 4, "Z": 2}, "fp32")`.
 #    Answer: 4 x 256 x 2048 = 2 MiB: I is divided by 4, J by 2, and the axis Y holds four copies.
