@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from scaling.check.compared import axes_named
-from scaling.check.places import place_of_function
+from scaling.check.findings import place_of_function
 from scaling.collectives.linear import who_watches
 from scaling.spec import ShardingError, Spec, parse
 

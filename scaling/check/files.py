@@ -21,12 +21,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import scaling
-from scaling.check.findings import FORMATTED, NO_LINE, NOTHING, Finding, Judgement, place_parts, said
+from scaling.check.findings import (
+    FORMATTED,
+    LIBRARY,
+    NO_LINE,
+    NOTHING,
+    Finding,
+    Judgement,
+    place_parts,
+    real_path,
+    said,
+)
 from scaling.check.lines import check_lines, formats_lines, silent_lines
 from scaling.common.console import Parser
 
-LIBRARY = Path(scaling.__file__).parent
 SHOWN = 5  # the number of files without a typed line that are named
 
 
@@ -39,7 +47,7 @@ def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, d
                 texts[path] = file.read()
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             unread.append(Finding(path, 1, f"cannot be read: {error}", "python"))
-    own = {path for path in texts if LIBRARY in Path(path).resolve().parents}
+    own = {path for path in texts if real_path(path).startswith(LIBRARY)}
     report, calls = _check_texts(texts, own, lines_only)
     report.findings = sorted([*unread, *report.findings])
     return report, calls
@@ -141,7 +149,7 @@ def _summary(report: Judgement, calls: dict[str, list], files: Sequence[Path], l
     others = _counted(len(unjudged) - own, "other place")
     text += ", each line by itself" if lines_only else f", {own} of them not judged, and {others}"
     lines = [f"  {file}:{line}: {why}" for file, line, why in unjudged]
-    silent = [str(file) for file in files if str(file) not in calls and LIBRARY not in file.resolve().parents]
+    silent = [str(file) for file in files if str(file) not in calls and not real_path(str(file)).startswith(LIBRARY)]
     if silent or not calls:
         what = "NOT JUDGED" if calls else "NOTHING WAS JUDGED"
         text_of = f"{what}: no literal typed line is written in {_counted(len(silent) or len(files), 'file')}"

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from scaling.check.compared import axes_named, dims_said, without_axes
-from scaling.check.findings import Finding, Judgement, place_parts
+from scaling.check.findings import MACHINERY, PAGE_TOOLS, Finding, Judgement, place_of_call, place_parts, real_path
 from scaling.check.held import HeldType, Pieces, any_dim, dims_of_view, of_nothing, pieces_of
-from scaling.check.places import (
-    MACHINERY,
-    PAGE_TOOLS,
-    place_of_call,
-    real_path,
-)
 from scaling.collectives.linear import watcher
 from scaling.common.torch_private import is_wrapped, storage_of, unwrapped_by_all
 from scaling.spec import Spec
@@ -103,15 +97,15 @@ class KnownArrays:
                 return
             shown = shown or place_of_call(self.files, (*MACHINERY, PAGE_TOOLS))
         shown = shown or self.shown_at(place)
-        if self.files:  # without a file that is run such a fault belongs to a module that was not asked for
-            file, line = place_parts(shown)
-            name = self.files.get(real_path(file))
-            shown = f"{name}:{line}" if name else f"{self.run}:1"
-            if not (name or self.run):
-                return
+        file, line = place_parts(shown)
+        name = self.files.get(real_path(file), self.run) if self.files else file
+        if not name:  # no file is run: the fault belongs to a module of the library that was not asked for
+            return
+        if real_path(name) != real_path(file):
+            line, shown = 1, ""
         text += f"\n  the value was made at {made}" if made else ""
         text += f"\n  it is computed at {place}" if place != shown else ""
-        found = Finding(*place_parts(shown), text, rule)
+        found = Finding(name, line, text, rule)
         if not self.quiet and found not in self.report.findings:
             self.report.findings.append(found)
 

@@ -8,9 +8,8 @@ from functools import partial
 from multiprocessing import get_context
 
 from scaling.check.contracts import telling
-from scaling.check.findings import Judgement
+from scaling.check.findings import Judgement, real_path
 from scaling.check.mode import Judge
-from scaling.check.places import real_path
 from scaling.check.run import attempt, judge_file, nothing_outside
 from scaling.check.watched import watching
 from scaling.launch import can_fork

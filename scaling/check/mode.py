@@ -13,10 +13,9 @@ from scaling.algebra.labels import argument
 from scaling.algebra.law import Illegal
 from scaling.algebra.ops import op_kind
 from scaling.check.compared import at_hand
-from scaling.check.findings import RULES, Judgement, said
+from scaling.check.findings import RULES, Judgement, place_of_call, said
 from scaling.check.held import DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along, written_dim
 from scaling.check.inferred import called, inferred, tensors_in
-from scaling.check.places import place_of_call
 from scaling.check.results import UNSET, ArrayMeta, view_error
 from scaling.check.typed import TypedLines
 from scaling.common.torch_private import TorchDispatchMode, storage_of

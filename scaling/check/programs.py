@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from scaling import serve, tree
-from scaling.check.places import place_of_function
+from scaling.check.findings import place_of_function
 from scaling.check.strategy import run_layers
 from scaling.collectives.linear import who_watches
 from scaling.configs import Config, Latent, Linear

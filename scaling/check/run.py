@@ -27,9 +27,8 @@ from scaling import launch, tree
 from scaling import mesh as meshes
 from scaling.check.compared import axes_named
 from scaling.check.contracts import documented, run_watched
-from scaling.check.findings import Judgement, said
+from scaling.check.findings import Judgement, place_of_error, place_of_function, real_path, said
 from scaling.check.mode import Judge
-from scaling.check.places import place_of_error, place_of_function, real_path
 from scaling.check.strategy import LAYERS, run_layers
 from scaling.check.watched import shard_of, watching
 from scaling.collectives.linear import Pending, who_watches

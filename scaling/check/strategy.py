@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.check.findings import said
-from scaling.check.places import place_of_function
+from scaling.check.findings import place_of_function, said
 from scaling.check.watched import shard_of
 from scaling.collectives.linear import Pending, watcher, who_watches
 from scaling.common.torch_private import without_modes

@@ -16,10 +16,9 @@ from scaling.check.compared import (
     over_pods,
     without_axes,
 )
-from scaling.check.findings import Judgement, place_parts, said
+from scaling.check.findings import Judgement, place_of_call, place_parts, said
 from scaling.check.held import LOOK_UP, HeldType, axes_along, is_interleaved, look_up_over
 from scaling.check.known import KnownArrays
-from scaling.check.places import place_of_call
 from scaling.collectives.calls import zeroed
 from scaling.collectives.linear import Pending, run_op
 from scaling.collectives.multiply import Deferred, einsum

@@ -19,9 +19,8 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling.check.findings import Judgement, said
+from scaling.check.findings import Judgement, place_of_call, place_of_error, place_of_function, said
 from scaling.check.mode import Judge
-from scaling.check.places import place_of_call, place_of_error, place_of_function
 from scaling.check.typed import check_abstract
 from scaling.collectives.linear import watcher
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse

@@ -99,7 +99,7 @@ def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
 
 
 NORMED, BIASED, TWO_D = "transformer, normed, XY", "transformer, plain, XY", "serving, 2d"
-STATE, LINEAR = "transformer, linear, CY", "models/linear"
+STATE, RULE = "transformer, linear, CY", "models/linear"
 LISTING, EXPERT = "strategies/transformer/layer", "strategies/expert/layer"
 HEADS, FORM = "models/layer", "serve/forms/weights_2d"
 PLANTED = {  # in lines that only some families have: a program that runs them, the file, what stands there, and instead
@@ -117,9 +117,9 @@ PLANTED = {  # in lines that only some families have: a program that runs them, 
         TWO_D, FORM, r"square = all_reduce\(.*, (mean_square\(y\)), at.mesh.*\)", r"square = \1",
     ),
     "a bias of an expert on each rank": ("transformer, sinks, XY", EXPERT, r"parts=copies", "parts=1"),
-    "a state that is not handed on": (STATE, "models/linear", r"S = ppermute\(line, S, .*\)\n", "pass\n"),
-    "a tail that is not handed on": (STATE, "models/linear", r"ppermute\(line, (tail.*), mesh, .*\)", r"\1"),
-    "a gradient over C": (STATE, LINEAR, r"dW_BA\[D, k_Y, u\] {U_PXEC}", "dW_BA[D, k_Y, u] {U_PXE}"),
+    "a state that is not handed on": (STATE, RULE, r"S = ppermute\(line, S, .*\)\n", "pass\n"),
+    "a tail that is not handed on": (STATE, RULE, r"ppermute\(line, (tail.*), mesh, .*\)", r"\1"),
+    "a gradient over C": (STATE, RULE, r"dW_BA\[D, k_Y, u\] {U_PXEC}", "dW_BA[D, k_Y, u] {U_PXE}"),
     "sinks counted by each rank": ("serving, sequence", "serve/forms/sequence", r' / at.mesh.sizes.get\("Z", 1\)', ""),
 }  # fmt: skip
 
