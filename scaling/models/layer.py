@@ -246,11 +246,19 @@ def gain_of(W: dict, name: str, x: Tensor, config: Config) -> Tensor | None:
     return x.new_ones(x.shape[-1])
 
 
+def of_norm(x: Tensor, gain: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Return (x, gain) as RMSNorm takes them: for LayerNorm, x centered, both in one dtype, float32 or wider."""
+    if not config.centered:
+        return x, gain
+    x = centered(x)
+    return x, gain.to(x.dtype)
+
+
 def normed(W: dict, name: str, x: Tensor, config: Config, norm: Callable = gained_norm) -> tuple[Tensor, Any]:
     """Return (y[.., D], the statistic that `normed_backward` needs), of x[.., D] and the norm `name` of a layer W."""
     if (gain := gain_of(W, name, x, config)) is None:
         return x, None
-    y, r = norm(centered(x) if config.centered else x, gain, config.eps)
+    y, r = norm(*of_norm(x, gain, config), config.eps)
     return (y + W[f"b_{name}"] if f"b_{name}" in W else y).to(x.dtype), r
 
 
@@ -258,9 +266,12 @@ def normed_backward(W: dict, name: str, x: Tensor, r: Any, dy: Tensor, config: C
     """Return (dx, the gradients of the norm's gain and bias)."""
     if (gain := gain_of(W, name, x, config)) is None:
         return dy, {}
-    dx, dgain = gained_norm_vjp(centered(x) if config.centered else x, gain, r, dy)
+    given, wide = of_norm(x, gain, config)
+    dx, dgain = gained_norm_vjp(given, wide, r, dy.to(given.dtype))
     bias = {f"b_{name}": dy.flatten(0, -2).sum(0)} if f"b_{name}" in W else {}
-    return (centered(dx) if config.centered else dx).to(x.dtype), ({name: dgain} if name in W else {}) | bias
+    return (centered(dx) if config.centered else dx).to(x.dtype), (
+        {name: dgain.to(gain.dtype)} if name in W else {}
+    ) | bias
 
 
 def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:

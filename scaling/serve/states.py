@@ -230,7 +230,6 @@ class Policy(NamedTuple):
     tokens)] of a step.
     """
 
-    name: str
     workers: tuple[str, ...]
     admit: Callable[[int, int], int]
     pick: Callable[[str, Sequence[Live], Options], list[tuple[int, int]]]
@@ -271,11 +270,8 @@ def _by_worker(worker: str, running: Sequence[Live], options: Options) -> list[t
 
 
 POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy("static", (ENGINE,), _when_empty, _all_prompts_first),
-        Policy("interleaved", (ENGINE,), _when_free, _one_prompt_first),
-        Policy("chunked", (ENGINE,), _when_free, _decodes_and_chunks),
-        Policy("disaggregated", (PREFILL, DECODE), _when_free, _by_worker),
-    )
+    "static": Policy((ENGINE,), _when_empty, _all_prompts_first),
+    "interleaved": Policy((ENGINE,), _when_free, _one_prompt_first),
+    "chunked": Policy((ENGINE,), _when_free, _decodes_and_chunks),
+    "disaggregated": Policy((PREFILL, DECODE), _when_free, _by_worker),
 }
