@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from scaling import tree
@@ -19,15 +18,13 @@ from scaling.collectives import all_reduce, einsum
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import KV_HEADS
-from scaling.models.pointwise import gained_norm, gained_norm_vjp, mean_square, rms_norm, vjp
+from scaling.models.pointwise import FUNCTIONS, gained_norm, gained_norm_vjp, mean_square, rms_norm, vjp
 from scaling.models.rope import rotate
 
 Values = dict[str, Any]
 ONE = AbstractMesh({}).optional  # one device, on which all axes drop out
 HEAD_LEAVES = ("b_Q", "b_K", "b_V", "norm_Q", "norm_K", "sinks")  # between the products Q, K, V and attention
 SHARED_NORM = {"norm_attn": "norm_mlp", "b_norm_attn": "b_norm_mlp"}
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
-ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
 
 
 def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
@@ -222,7 +219,7 @@ def biased_features(W: dict, Tmp: Tensor, Gate: Tensor | None) -> tuple[Tensor, 
 
 def gate_features(Tmp: Tensor, Gate: Tensor | None, config: Config) -> Values:
     """Return Act: act(Tmp), or with a gate Open * Tmp, where Open = act(Gate) is returned as well."""
-    act = ACTIVATIONS[config.nonlinearity]
+    act, _ = FUNCTIONS[config.nonlinearity]
     if Gate is None:
         return {"Act": act(Tmp)}
     Open = act(Gate)

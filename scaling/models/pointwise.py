@@ -6,6 +6,7 @@ any function.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import compress, count
 from operator import attrgetter
 from typing import Any, cast
@@ -19,7 +20,15 @@ from torch.autograd.graph import GradientEdge
 from scaling import tree
 from scaling.common.torch_private import fused_norm, fused_norm_vjp, in_transform, tape_gradients
 
-ACTIVATIONS = ("none", "relu", "gelu")
+ACTIVATIONS = ("none", "relu", "gelu")  # of the book's MLP; a Transformer has the other functions, too
+FUNCTIONS: dict[str, tuple[Callable, Callable]] = {  # x -> y, and (dy, x) -> dx in one kernel
+    "none": (lambda x: x, lambda dy, x: dy),
+    "relu": (F.relu, lambda dy, x: dy * (x > 0)),
+    "relu2": (lambda x: F.relu(x).square(), lambda dy, x: dy * 2 * x.clamp(min=0)),
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")),
+    "silu": (F.silu, torch.ops.aten.silu_backward),
+}
 KIND = attrgetter("shape", "dtype", "device")
 EPS = 1e-6  # added to the mean square in RMSNorm
 
@@ -33,15 +42,13 @@ def check_activation(activation: str) -> None:
 def act(x: Tensor, activation: str) -> Tensor:
     """Apply none: x; relu: max(x, 0); or gelu: x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, exactly and not by tanh."""
     check_activation(activation)
-    return F.gelu(x) if activation == "gelu" else F.relu(x) if activation == "relu" else x
+    return FUNCTIONS[activation][0](x)
 
 
 def act_vjp(x: Tensor, dy: Tensor, activation: str) -> Tensor:
-    """Return dy times d act / d x, in one kernel for gelu; relu has the slope 1 where x > 0, and 0 at 0."""
+    """Return dy times d act / d x; relu has the slope 1 where x > 0, and 0 at 0."""
     check_activation(activation)
-    if activation == "gelu":
-        return torch.ops.aten.gelu_backward(dy, x)
-    return dy if activation == "none" else dy * (x > 0)
+    return FUNCTIONS[activation][1](dy, x)
 
 
 def second_moment(activation: str) -> float:

@@ -125,12 +125,9 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     if "positions" in params:
         x = x + F.embedding(positions, params["positions"])
     ropes = layer_tables(config, positions, x.dtype, length=tokens.shape[1])
-    kinds = [(window, l in config.unrotated) for l, window in enumerate(config.windows)]  # equal layers share a step
-    extra = x.new_zeros(())
-    given, places = zip(kinds, ropes, strict=True), None if segments is None else positions
-    steps = {kind: _step(config, remat, attention, kind[0], segments, rope, places) for kind, rope in given}
-    for layer, kind in zip(all_layers(params, config), kinds, strict=True):
-        x, more = steps[kind](layer, x)
+    extra, places = x.new_zeros(()), None if segments is None else positions
+    for layer, window, rope in zip(all_layers(params, config), config.windows, ropes, strict=True):
+        x, more = _step(config, remat, attention, window, segments, rope, places)(layer, x)
         extra = extra if more is None else extra + more
     x, _ = normed(params, "norm", x, config, rms)
     logits = matmul_weight(x, params["unembed"] if "unembed" in params else params["embed"].T)

@@ -15,7 +15,6 @@ The backward reads `saved`, two dicts of named values, of attention and of the M
 checkpointing") is a set of names that are not kept, and the same lines then compute them again.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from scaling.models.layer import (
     weight_gradient,
 )
 from scaling.models.linear import attend_linear, linear_attention_backward
-from scaling.models.pointwise import rms_norm
+from scaling.models.pointwise import FUNCTIONS, rms_norm
 from scaling.strategies.expert import experts_of, moe, route_tokens
 from scaling.strategies.transformer.lora import expert_gradients
 from scaling.trace import open_logs
@@ -57,13 +56,6 @@ REMAT = {  # the values that each policy does not keep for the backward; the fur
     "attention": ATTENDED | RULE,
     "matmuls": BETWEEN,
     "block": BETWEEN | PRODUCTS | {"mid", "out", "r_out"},  # all but the layer's input
-}
-VJPS = {  # (dy, x) -> dx of each activation, in one kernel
-    "silu": torch.ops.aten.silu_backward,
-    "gelu": torch.ops.aten.gelu_backward,
-    "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-    "relu": lambda dy, x: dy * (x > 0),
-    "relu2": lambda dy, x: dy * 2 * x.clamp(min=0),
 }
 
 
@@ -211,7 +203,7 @@ def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
 
 def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW)."""
-    mesh, act_vjp = at.mesh, VJPS[at.config.nonlinearity]
+    mesh, (_, act_vjp) = at.mesh, FUNCTIONS[at.config.nonlinearity]
     s = activate_features(W, normed_stream(s, s["mid"], W, "norm_mlp", at), at)
     dW: dict[str, Any] = {"b_out": dOut.sum((0, 1))} if "b_out" in W else {}
     dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
