@@ -281,7 +281,7 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []
     found += [f"{key}={read[key]}" for key in DROPOUTS if read.get(key)]
     found += unread_quantization(table)
-    given = scaling_of(table)
+    given = scaling_of(table, kind)
     for each in (
         given,
         *(each for each in given.values() if isinstance(each, dict)),

@@ -10,8 +10,10 @@ ORIGINAL = "original_max_position_embeddings"
 CONTEXTS = ("llama3", "yarn", "longrope")  # scalings with this key, the context of earlier training
 
 
-def scaling_of(table: dict) -> dict:
-    """Return the table of rotary positions that counts, where a file may have two."""
+def scaling_of(table: dict, kind: ModelType) -> dict:
+    """Return the table of rotary positions that counts, where a file may have two, or the class's if it has none."""
+    if not table.get("rope_scaling") and table.get("rope_parameters") is None:
+        return dict(kind.rope)
     given = table.get("rope_scaling") or table.get("rope_parameters") or {}
     of_type("rope_scaling", given, dict)
     return given
@@ -24,9 +26,7 @@ def rotary(table: dict, read: dict, kind: ModelType) -> dict:
     at the top level. An original context at the top level takes precedence over the table's, except in a class whose
     layers with a window have a separate table.
     """
-    given, local = scaling_of(table), {}
-    if not table.get("rope_scaling") and table.get("rope_parameters") is None:
-        given = dict(kind.rope)
+    given, local = scaling_of(table, kind), {}
     if kind.local_theta is not None:
         given, local = _by_kind(table, kind)
     theta = given.get("rope_theta", table.get(kind.rope_keys[0], kind.theta))

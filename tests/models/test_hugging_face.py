@@ -221,6 +221,12 @@ UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says ot
             "sliding_attention": {"rope_type": "default"},
         },
     },
+    "partial_rotary_factor 0.25": {
+        "model_type": "gpt_oss",
+        "partial_rotary_factor": 0.25,
+        "num_local_experts": 4,
+        "sliding_window": 5,
+    },
     "norms of heads with biases": {"model_type": "phi", "qk_layernorm": True},
     "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
     "hidden_act 'xielu'": {"hidden_act": "xielu"},
