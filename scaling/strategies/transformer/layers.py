@@ -333,11 +333,11 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         del x, dW
         if last:
             ends.clear()
-            complete = dict(dends)
-            dends = {}
-            for name in complete.keys() & {"embed", "positions"}:  # the first layer's input adds to these
-                dends[name] = complete.pop(name)
-            grads = reduce_ends(complete, mesh, step.lines)
+            first = {}
+            for name in ("embed", "positions"):  # the first layer's input adds to these
+                if name in dends:
+                    first[name] = dends.pop(name)
+            grads, dends = reduce_ends(dends, mesh, step.lines), first  # no name holds the others' whole gradients
         dx = layers.run_backward(dx, kept, at, scale / M, last=last and not late)
         if not lora:
             add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
