@@ -166,6 +166,7 @@ DRAWN = {  # values around the published ones, of keys whose others would often 
     "num_key_value_heads": [1, 2, 4], "hidden_act": ["silu", "gelu", "gelu_pytorch_tanh", "relu"],
     "query_pre_attn_scalar": [4, 9], "linear_conv_kernel_dim": [2, 4], "full_attention_interval": [2, 3],
     "attn_logit_softcapping": [None, 0.3], "final_logit_softcapping": [None, 0.7], "rope_theta": [30.0, 1e5],
+    "partial_rotary_factor": [0.5, 1.0],
 }  # fmt: skip
 
 
@@ -173,11 +174,11 @@ def drawn(kind: str, seed: int) -> dict:
     """A config.json of the small model in which each key has, with some probability, another value or is dropped."""
     draw, table = random.Random(f"{kind} {seed}"), dict(written(kind))
     share, fixed = draw.choice([0.15, 0.35]), {"model_type", *BASES["llama"]} - DRAWN.keys()
-    for key in [*{**table, "rope_theta": 0.0}]:
+    for key in dict.fromkeys((*table, "rope_theta", "partial_rotary_factor")):
         values = DRAWN.get(key) or VALUES.get(key) or others(table[key])
         if key not in fixed and values and draw.random() < share:
             table[key] = draw.choice(values)
-        elif key not in fixed | DRAWN.keys() and draw.random() < 0.02:
+        elif key not in fixed | DRAWN.keys() and draw.random() < (0.2 if key == "rope_parameters" else 0.02):
             del table[key]
     if draw.random() < 0.4:
         scaling = {key: value for key, value in ROPE.items() if draw.random() < 0.7 or key in FEW}
