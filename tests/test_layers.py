@@ -115,6 +115,28 @@ def test_no_module_waits_for_itself():
     assert not graph, f"in a circle: {sorted(graph)}"
 
 
+def is_set(node: ast.expr) -> bool:
+    """{...}, set(...), or a union or so of one or of a dict's keys."""
+    if isinstance(node, ast.BinOp):
+        return any(is_set(side) or ast.unparse(side).endswith(".keys()") for side in (node.left, node.right))
+    return isinstance(node, ast.Set | ast.SetComp) or ast.unparse(node).startswith(("set(", "frozenset("))
+
+
+@pytest.mark.parametrize("name", ["strategies", "collectives", "models", "serve", "optim", "tree"])
+def test_no_rank_loops_in_an_order_of_its_own(name):
+    """A set of names has another order in each process, and in another order ranks make other calls."""
+    loops, found = ast.For | ast.comprehension, []
+    for module, tree in modules().items():
+        nodes = ast.walk(tree) if room(module) == name else ()
+        sets = [node for node in nodes if isinstance(node, loops) and is_set(node.iter)]
+        found += [(module, ast.unparse(node)) for node in sets if not isinstance(node, ast.For) or sends(node)]
+    assert not found
+
+
+def sends(loop: ast.For) -> bool:
+    return not all(isinstance(node, ast.Delete) for node in loop.body)
+
+
 def test_imports_stand_at_the_top():
     """But for optional packages, and for those listed with their reason."""
     found = {(module, name) for module, tree in modules().items() for name in inside(tree)}

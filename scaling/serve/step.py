@@ -169,7 +169,7 @@ def logits_of(
     at = Context(config, mesh, ropes, slots.attend, slots=slots, vjp=undifferentiated)
     params = params | {stack: seen_heads(params[stack], at) for stack in STACKS if stack in params}
     stored = isinstance(params["embed"], Scaled)
-    ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if stored else params
+    ends = {name: floats(params[name], dtype) for name in params if name not in STACKS} if stored else params
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
     x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
     x = scale_by(x, config.embed_scale)

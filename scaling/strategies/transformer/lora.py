@@ -76,7 +76,7 @@ def adapter_gradients(own: Mapping[str, Tensor], line: str, a: Tensor, b: Tensor
 def expert_gradients(W: dict, dW: Mapping[str, Tensor], config: Config) -> dict[str, dict[str, Tensor]]:
     """Return dA and dB of each expert matrix with an adapter, from the matrices' gradients dW."""
     leaves, found = leaves_of(config)["layers"], {}
-    for name in W["lora"].keys() & dW.keys():
+    for name in [name for name in W["lora"] if name in dW]:
         to_A, to_B = _expert_lines(without(leaves[name].trained, ("Z", "X")), leaves[name].start)
         A, B = W["lora"][name]["A"], W["lora"][name]["B"]
         found[name] = {"A": einsum(to_A, dW[name], B), "B": einsum(to_B, A, dW[name])}
