@@ -35,7 +35,7 @@ class Illegal(Exception):
         fix: how to repair it.
         name: the judge's name for the rule.
         operand: the number of the operand that is wrong.
-        twice: the axes that would occur twice in a product's type; a ring passes such blocks on.
+        twice: the axes that would occur twice in a product's type. A caller may compute such a product on a ring.
         differ: the axes over which only one of two operands is split in a dim that they share.
     """
 

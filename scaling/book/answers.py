@@ -62,14 +62,14 @@ class Answer:
 
     "rounding": the book has cut off or rounded on the way. Ours is within 10%, and either within one unit of the last
     digit, or the book's number follows from `rounded`: the value by rounded terms, and which terms these are.
-    If `hedged` has the book's words, such as "around 100GB", a third is enough; with the reason in `coarse`, a factor
-    of two.
+    If the book hedges its number, as in "around 100GB", `hedged` has its words, and ours may differ by a third. If the
+    book rounds coarsely, `coarse` has the reason, and ours may differ by a factor of two.
 
-    "erratum": neither, with the reason in `erratum`.
+    "erratum": ours is right and the book's number is not, for the reason in `erratum`.
 
     "ours": the book has no answer, and `note` says how ours follows.
 
-    "DIFFERS": fails the chapter; also for an erratum or a rounding that is claimed without need.
+    "DIFFERS": none of these, or an erratum or a rounding is claimed although the numbers agree. It fails the chapter.
     """
 
     question: str

@@ -55,8 +55,9 @@ def all_reduce(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
 
 
 def all_to_all(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
-    """Return the seconds of an AllToAll: the slowest axis' V * X / (4 N W_ici) of N devices; in 1D V / (4 W_ici).
+    """Return the seconds of an AllToAll over N devices: V * X / (4 N W_ici) for the slowest axis, of length X.
 
+    On one axis that is V / (4 W_ici), a quarter of an AllGather.
     `exact` counts odd lengths exactly. scaling.hardware.torus routes every message and confirms these times.
     """
     not_negative(nbytes=nbytes)
@@ -66,7 +67,7 @@ def all_to_all(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
 
 
 def permute(nbytes: float, chip: Chip, hops: int = 1) -> float:
-    """Return the seconds of a CollectivePermute of `nbytes` local bytes over one link, and over `hops` hops."""
+    """Return the seconds of a CollectivePermute: each chip sends `nbytes` through one link, to a chip `hops` away."""
     return point_to_point(nbytes, chip, hops, ports=1)
 
 

@@ -182,13 +182,13 @@ class Prediction:
 def price(
     step: CountedStep, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32", shape: Sequence[int] = ()
 ) -> Prediction:
-    """Return the seconds of a step on a mesh of these sizes, outermost first.
+    """Return the seconds of a step on a mesh.
 
     They come from the measurements in the chip file; without any, from the shares of its peaks that the chip reaches.
 
     Args:
         step: The counted step.
-        sizes: The sizes of the mesh's axes, outermost first.
+        sizes: The sizes of the mesh's axes, outermost first (unlike `lanes.mesh_lane`).
         chip: The chip.
         dtype: The dtype of matmuls.
         shape: The shape of the slice of a torus that the mesh lies on.

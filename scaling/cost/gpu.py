@@ -46,7 +46,11 @@ def spans(chip: Chip, gpus: int, inner: int = 1) -> list[tuple[int, int, float, 
 
 
 def ring(nbytes: float, chip: Chip, gpus: int, inner: int, exact: bool) -> float:
-    """Return the slowest level's seconds: the part of V missing in a child, over its links; the last may be partial."""
+    """Return the seconds of an AllGather at the slowest level.
+
+    At each level a child receives over its links the part of V that it lacks, or all of V if not `exact`. The last
+    child may be partial, and then has fewer links.
+    """
     not_negative(nbytes=nbytes)
     times = [0.0]
     for _, children, last, bandwidth in spans(chip, gpus, inner):
@@ -159,7 +163,11 @@ def data_threshold(chip: Chip, nodes: int | None = None, model_nodes: int = 1, d
 
 
 def tensor_limit_across(F: float, chip: Chip, dtype="bf16") -> float:
-    """Return the largest Y for TP over several nodes: F > alpha (Y - node), as a share (M - 1)/M leaves each node."""
+    """Return the largest Y for which TP over several nodes is compute-bound: node + F / alpha.
+
+    `node` is the GPUs of one node, and alpha is C over the bandwidth between nodes. Only the share (M - 1)/M of the
+    activations leaves a node, if there are M.
+    """
     return chip.node_gpus + F / chip.intensity("scale-out", dtype)
 
 

@@ -34,7 +34,8 @@ class Lane:
     Attributes:
         per_byte: Seconds per byte of V; for AllToAlls and hops, per byte that a chip sends.
         latency: The least seconds.
-        links: Whether each link is used. Lanes over different links can run at once, over a common link they add up.
+        links: Whether each kind of link is used: the axes of a torus, or a tree's node and network; the last is the
+            datacenter's. Lanes over different links can run at once, over a common link they add up.
         ranks: The ranks of the group.
         where: The links in words.
         near: Whether kernels drive the links themselves (a torus, a node), so that collectives can run behind the
@@ -129,8 +130,9 @@ def latency_of(chip: Chip, spans: Sequence[AxisSpan]) -> float:
 def gather_price(chip: Chip, spans: Sequence[AxisSpan], exact: bool = False) -> tuple[float, float]:
     """Return (seconds per byte of V, latency) of an AllGather, or a ReduceScatter, over these spans.
 
-    Parts of torus axes come first, the slowest at the start, while there is little to send; then all whole axes run at
-    once. There the share that each chip already has is subtracted on lines alone, or with `exact`.
+    The gather runs over parts of torus axes first, the slowest of them first while there is little to send, and then
+    over all whole axes at once. For the whole axes, the share that each chip already has is subtracted only if all of
+    them are lines, or with `exact`.
     """
     spans = join_spans(spans)
     link = chip.need("link_bw")
@@ -252,8 +254,8 @@ def mesh_lane(
     """Return the lane of a collective over these axes of a mesh, whose `sizes` come innermost first.
 
     On a torus of the slice `shape`, a mesh axis that takes a part of a torus axis is a line, and one that takes the
-    whole is a ring if the slice closes it; with `wrap`, it always is. On a tree the axes are nested. A hop between
-    stages is a CollectivePermute.
+    whole is a ring if the slice closes it; with `wrap`, it is always a ring. On a tree the axes are nested. A hop
+    between stages is a CollectivePermute.
     """
     op = {"Recv": "CollectivePermute", "Gather": "AllGather", "Scatter": "AllGather"}.get(op, op)
     names = list(sizes)

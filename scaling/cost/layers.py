@@ -123,7 +123,7 @@ class Cost:
 def layer_bytes(
     strategy: str, shape: LayerShape, X: int = 1, Y: int = 1, direction: str = "both", regather: bool = False
 ) -> dict[str, float]:
-    """Return the bytes that a layer's collectives move over X and over Y, as AllGathers' (Part 5, "Takeaways").
+    """Return {"X": bytes, "Y": bytes} of a layer's collectives; an AllReduce counts twice (Part 5, "Takeaways").
 
     With `regather`, TP gathers its input again in the backward pass instead of keeping the forward's copy.
     The book's table has 8BD/X for the backward of FSDP+TP; its algorithm moves 4BD/X (6BD/X with regather).

@@ -34,11 +34,11 @@ DIED, RAISED, LATE, LEFT = range(4)  # the order of blame: each may cause the la
 
 
 class Failure(NamedTuple):
-    """The end of a rank that failed. Among several failures the least is to blame.
+    """How a rank failed. Of several, the smallest tuple is the cause: the least `blame`, then the first.
 
-    `blame`: the rank DIED, RAISED an error that it caused, waited and was LATE, or was LEFT by another rank. `when` is
-    in seconds of time.monotonic(). `what` includes the traceback. `exception` is the error's class, and `line` is
-    "file:line" of the program's innermost line outside of scaling and torch.
+    `blame`: the rank DIED, RAISED an error of its own, timed out while it waited (LATE), or was LEFT by another rank.
+    `when` is in seconds of time.monotonic(). `what` includes the traceback. `exception` is the error's class, and
+    `line` is "file:line" of the program's innermost line outside of scaling and torch.
     """
 
     blame: int

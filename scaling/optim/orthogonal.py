@@ -90,7 +90,7 @@ def by_owners(M: Tensor, stack: MatrixStack, dtype: torch.dtype, loads: list[flo
 
 
 def assigned(S: int, loads: list[float], flops: float) -> tuple[list[int], list[int]]:
-    """Return the slots of S matrices in equal shares of the ranks, and each rank's number of matrices.
+    """Return the slot of each of S matrices, where ranks have equally many slots, and each rank's number of matrices.
 
     The least loaded ranks get the most matrices.
     """
@@ -131,11 +131,11 @@ def on_shards(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
 def form_costs(
     shape: Sequence[int], stack: MatrixStack, intensity: float, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, float]:
-    """Return the cost of each form on a rank, in FLOPs, for a stack of this local shape [S, O, I].
+    """Return {form: its cost on one rank, in FLOPs} for a stack of this local shape [S, O, I].
 
-    The bytes that a form moves count as the FLOPs of the same time, `intensity` for each byte (Part 3: an AllReduce
-    takes as long as two AllGathers, an AllToAll a quarter of one). on_shards is left out if the longer side does not
-    divide over the ranks, or if the matrices are not sharded.
+    Communication is converted to FLOPs: each byte that a form moves costs `intensity` FLOPs, those that the chip could
+    do meanwhile (Part 3: an AllReduce takes as long as two AllGathers, an AllToAll a quarter of one). "on_shards" is
+    left out if the longer side does not divide over the ranks, or if the matrices are not sharded.
     """
     mesh, (S, O, I) = stack.mesh, _whole(shape, stack)
     n, m, size = min(O, I), max(O, I), dtype_bytes(dtype)
@@ -151,7 +151,10 @@ def form_costs(
 
 
 def orthogonal(M: Tensor, stack: MatrixStack, dtype: torch.dtype, form: str, loads: dict[tuple, list[float]]) -> Tensor:
-    """Return this rank's shards of the orthogonal matrices of M[S, O, I], by a form; `loads`: ranks' FLOPs by axes."""
+    """Make the matrices of M[S, O, I] orthogonal by a form of `form_costs`, and return this rank's shards of them.
+
+    `loads` has the FLOPs given to each rank so far, by the mesh axes that share the work; "owned" adds to it.
+    """
     if stack.mesh is None or stack.mesh.size(stack.others) == 1:
         return newton_schulz_each(M, dtype)
     if form == "owned":

@@ -132,9 +132,9 @@ class Division:
 
 
 def writing(asked: PosttrainJob, hardware: Chip, chips: int) -> tuple[float, candidates.ServingPlan] | None:
-    """Return the fewest seconds in which chips write all answers of a step, and how; None if the model does not fit.
+    """Return the least seconds in which the chips write a step's answers, and the plan; None if the model does not fit.
 
-    The replicas share the answers evenly. Each writes as many at once as fit and pay, in as many rounds as it takes.
+    The replicas share the answers evenly. Each writes at most its plan's batch at once, in as many rounds as it needs.
     """
     found = []
     for plan in candidates.plans(asked.service, hardware, chips=chips, replicas=None):

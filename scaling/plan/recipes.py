@@ -20,7 +20,7 @@ def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
 
 
 def _own(job: Job, size: Mapping[str, int]) -> int:
-    """Return the sequences of one replica, or the tokens where a sequence is one token."""
+    """Return how many sequences one replica has; if a sequence is one token, how many tokens each rank has."""
     replicas = math.prod(size[axis] for axis in ("pod", "data", "fsdp", "expert"))
     return -(-job.sequences // replicas) if job.seq > 1 else -(-job.batch // (replicas * size["context"]))
 

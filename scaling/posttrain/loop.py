@@ -79,7 +79,7 @@ class Asked:
     reward: str = "reward.py"
 
     def ranks(self) -> tuple[range, range]:
-        """Return (the ranks that train, the ranks that draw)."""
+        """Return (the ranks that train, the ranks that draw answers)."""
         n, m = (AbstractMesh(sizes).size() for sizes in (self.train, self.serve))
         return range(n), range(n, n + m) if self.apart else range(m)
 
@@ -103,7 +103,21 @@ def meshes_of(asked: Asked, mesh) -> Meshes:
 def run(
     mesh, settings: Settings, asked: Asked, prompts: list[Prompt], score: Callable, by, made_with: dict | None
 ) -> dict:
-    """Train on every rank of `mesh`, from the newest checkpoint if there is one; return the last step's record."""
+    """Train on every rank of `mesh`; with `settings.resume`, go on from the newest checkpoint if there is one.
+
+    Args:
+        mesh: All ranks of the run, from which the training mesh and the serving mesh are made.
+        settings: The settings of the training step.
+        asked: The other options of the run.
+        prompts: The prompts to answer.
+        score: The reward function, score(prompt, answer, row).
+        by: The tokenizer.
+        made_with: What checkpoints record of the run's making; None writes no checkpoints and no metrics.
+
+    Returns:
+        The last step's record. On ranks that train it has the loss, the mean reward, the norm of gradients and the
+        gap between the two meshes' log-probabilities; on all ranks it has the seconds of each part of the step.
+    """
     meshes, out, first = meshes_of(asked, mesh), Path(settings.out), 0
     params: dict = {}
     state: dict = {}
@@ -187,7 +201,7 @@ def draw_answers(
 
 
 def send_rollouts(made: tuple | None, meshes: Meshes, settings: Settings, asked: Asked) -> Rollouts:
-    """Send the answers of `draw_answers` to the training mesh; return ELSEWHERE on other ranks."""
+    """Send the answers of `draw_answers` to the training mesh; return them there, and ELSEWHERE on other ranks."""
     whole, old, rewards = made or (None, None, None)
     whole = transfer("t[R, S] -> t[R, S]", whole, meshes.serve, meshes.train)
     old = transfer("p[R, S] -> p[R, S]", old, meshes.serve, meshes.train)
@@ -244,7 +258,7 @@ def updated(
 
 
 def pushed(params: dict | None, settings: Settings, meshes: Meshes) -> dict | None:
-    """Send every leaf, with adapters merged, to the serving mesh by a planned reshard; return None on other ranks."""
+    """Send every leaf, with adapters merged, to the serving mesh; return the params there, and None on other ranks."""
     config, found = settings.model, {}
     types = transformer.specs(config, meshes.train)
     if params is not None:

@@ -85,7 +85,7 @@ def wide_wire(step: RankStep) -> Wasted:
 
 
 def tiny_buckets(step: RankStep) -> Wasted:
-    """Find many small collectives of one kind, which have the latency of one if they are joined."""
+    """Find many small collectives of one kind; joined into one they would pay its latency only once."""
     kinds: defaultdict[tuple, list] = defaultdict(list)
     for run in step.runs:
         if run.op in ("AllReduce", "ReduceScatter", "AllGather") and run.communicates and run.nbytes <= SMALL:
@@ -124,7 +124,7 @@ RULES: tuple[tuple[str, Callable[[RankStep], Wasted], str, bool], ...] = (  # ki
 
 
 def wastes(every: Sequence[Sequence[RankStep]]) -> Iterator[Suggestion]:
-    """Yield a suggestion for each line that the rules find, with the mean over ranks of their median step."""
+    """Yield a suggestion for each line that a rule finds; the gain is the mean over ranks of their median steps."""
     for kind, find, what, bound in RULES:
         seconds: dict[str, list[list[float]]] = {}
         most: defaultdict[str, int] = defaultdict(int)
@@ -138,7 +138,10 @@ def wastes(every: Sequence[Sequence[RankStep]]) -> Iterator[Suggestion]:
 
 
 def unbalanced(every: Sequence[Sequence[RankStep]]) -> Suggestion | None:
-    """Return a suggestion if some ranks have more FLOPs than others; nobody would wait for the excess over the mean."""
+    """Return a suggestion if one rank has many more FLOPs than the mean, else None.
+
+    The gain is at most the time that the busiest rank computes beyond the mean.
+    """
     flops: list[defaultdict[str, float]] = [defaultdict(float) for _ in every]
     for own, steps in zip(flops, every, strict=True):
         for step in steps:

@@ -97,7 +97,7 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
 
 
 def watched(numbers: Iterable[int], where: str, rank: int, predict: str = "") -> Iterator[int]:
-    """Yield the numbers of a run's steps, and profile some of the steps in between.
+    """Yield the numbers of a run's steps, and profile COUNT steps after the first SKIP.
 
     Rank 0 writes the profile to `where` (see `Profile.save`), compared with the predictions for the chip `predict` if
     one is named. If `where` is "", nothing is profiled. A loop that is left early writes nothing.
@@ -116,7 +116,7 @@ def watched(numbers: Iterable[int], where: str, rank: int, predict: str = "") ->
 
 
 def profiled(mesh, fn: Callable, where: str, *args):
-    """Return fn(mesh, *args); the call is one step of a profile, which rank 0 writes to `where`."""
+    """Call fn(mesh, *args) in a profile of one step, which rank 0 writes to `where`; return the call's result."""
     with profile() as p:
         result = fn(mesh, *args)
     if mesh.rank == 0:

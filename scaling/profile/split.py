@@ -2,8 +2,8 @@
 
 A collective cannot begin before the last rank that it needs has come. Until then a rank that stands still *waits* for
 that rank. The time for which it stands still after that is *exposed*: the transfer itself. The part of the transfer
-during which the rank stands still for no collective is *hidden*. If a rank goes on before a later one has come, it did
-not need that one, and did not wait for it.
+during which the rank stands still for no collective is *hidden*. If a rank goes on before another has come, it did not
+need that rank, so it did not wait for it.
 """
 
 from collections import Counter, defaultdict
@@ -93,7 +93,7 @@ class Parts:
 
 
 def step_parts(step: RankStep) -> Parts:
-    """Return the parts of one rank's step; a run that crosses its border counts with the time inside it."""
+    """Return the parts of one rank's step; of a line that crosses the step's border only the time inside counts."""
     products = exposed = waiting = 0.0
     taken, runs = [], step.timeline.runs
     for run in runs:

@@ -1,9 +1,9 @@
 """Find the rank that the others wait for, and which of its lines take the time.
 
 All ranks run the same lines. The work that a rank does alone, which is each product and the time before each line, is
-compared with the median of the same work on the other ranks. A rank is slow at a line if its median step is, by more
-than steps differ among themselves. It is slow once if a single step is, after subtracting the time it waited for a
-core. Collectives are left out because their time depends on the slower ranks.
+compared with the median of the same work on the other ranks. A rank is slow at a line if it is late there in its median
+step, by more than its steps differ among themselves. It is slow once if it is late in a single step, after subtracting
+the time for which it waited for a core. Collectives are left out because their time depends on the slower ranks.
 """
 
 from bisect import bisect_left, bisect_right

@@ -138,7 +138,7 @@ class Steps:
         pages: Sequence[Sequence[int]] = (),
         every: bool = False,
     ) -> Tensor:
-        """Return the logits[B, V] after each row's last token, or of `every` token, [B, T, V].
+        """Return logits[B, V] after each row's last token; with `every`, logits[B, T, V] after all tokens.
 
         Row b's ids follow the first starts[b] tokens that the cache has of it, in pages[b] if it is in pages. A row may
         have no ids; its logits then mean nothing.
@@ -230,7 +230,10 @@ class PagedModel:
             self.pools[worker] = Steps(params, config, cache, mesh, form, **steps)
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
-        """Write all tokens to the cache; return Logits[B, V] after each work's last, or [B, T, V] after `every` one."""
+        """Write the works' tokens to the cache; return Logits[B, V] after each work's last token, B works.
+
+        With `every`, return Logits[B, T, V] after all tokens.
+        """
         pool = self.pools[worker]
         height = max(sum(work.group == group for work in works) for group in range(self.groups))
         height = pool.rounded(height) if self.paged else len(pool.cache["lengths"]) // self.groups

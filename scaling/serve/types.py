@@ -133,15 +133,15 @@ def cache_specs(
 ) -> dict:
     """Return the types of a cache: KV[2, L, B_Z, S, K_Y, H], by form; with a `page`, KV[2, L, P_Z, page, K_Y, H].
 
-    KV[0] are keys, as rotated, and KV[1] values. If |Y| does not divide K, the cache has |Y| heads, `R_Y`, where head r
-    is a copy of KV head r K / |Y|. lengths[B] has the number of tokens of each row. pages[B, M] has the page of its
-    tokens from m page to (m + 1) page - 1, counted on the ranks that have the row; both are whole on every rank. A
-    `scaled` cache, of int8 or FP8, has one scale per token and head. With latent attention it is
-    KV[I, L, B_Z, S, J, M], with I = J = 1: for each token the latent of its keys and values, normed, and the rotary
-    part of its keys, rotated.
+    KV[0] has the keys, after rotation, and KV[1] the values. If |Y| does not divide K, the cache has |Y| heads, `R_Y`,
+    where head r is a copy of KV head r K / |Y|. lengths[B] has the number of tokens of each row. pages[B, M] has at [b,
+    m] the number of the page with row b's tokens m * page to (m + 1) * page - 1, among the pages of the ranks that have
+    the row. Both tables are replicated on every rank. A `scaled` cache, of int8 or FP8, has one scale per token and
+    head. With latent attention it is KV[I, L, B_Z, S, J, M], with I = J = 1: for each token the latent of its keys and
+    values, normed, and the rotary part of its keys, rotated.
 
-    L counts the layers with attention. The l linear ones have for each row S[l, B_Z, n_Y, h, v], their state, and
-    tail[l, B_Z, t, k_Y, c], the last tokens before their convolutions.
+    L counts the layers with attention. The l layers with linear attention have a state S[l, B_Z, n_Y, h, v] and
+    tail[l, B_Z, t, k_Y, c], the inputs of their convolutions for the last tokens of each row.
     """
     mesh = ONE if mesh is None else mesh
     check_computed(config)

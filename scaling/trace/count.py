@@ -21,7 +21,7 @@ class Numbers:
     """Take the numbers of a trace unchanged."""
 
     def of(self, n: int, times: int = 1) -> Any:
-        """Return a number of bytes or of FLOPs, so many times."""
+        """Return n bytes or FLOPs, multiplied by `times`."""
         return n * times
 
     def attention(self, event: Event) -> Any:

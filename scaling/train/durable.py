@@ -49,13 +49,13 @@ def begin(folder: Path, step: int) -> None:
 
 
 def named(folder: Path) -> list[int]:
-    """Return the steps that have a folder, in order."""
+    """Return the numbers of the steps that have a folder, complete or not, in ascending order."""
     found = [step_of(path.name) for path in folder.glob("step-*") if path.is_dir()]
     return sorted(step for step in found if step is not None)
 
 
 def complete(folder: Path) -> list[int]:
-    """Return the complete steps, in order."""
+    """Return the numbers of the steps whose checkpoints are complete, in ascending order."""
     return [step for step in named(folder) if (folder / step_name(step) / INDEX).is_file()]
 
 

@@ -45,7 +45,7 @@ class PublishedStep:
 
     @property
     def own(self) -> int:
-        """Sequences of one replica."""
+        """The number of sequences on one replica."""
         return self.batch // self.replicas
 
     @property
@@ -64,7 +64,7 @@ class PublishedStep:
 
     @property
     def bound(self) -> float:
-        """Seconds of reading and computing alone."""
+        """Seconds by the roofline: reading caches, then the slower of reading weights and computing."""
         return self.step.kv + max(self.step.weights, self.step.math)
 
     @property

@@ -141,10 +141,10 @@ def attend(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
 
 
 def absorbs(latent: Latent, queries: int) -> bool:
-    """Return whether so many queries of a row take fewer FLOPs over latents than over the heads' keys and values.
+    """Return whether the absorbed form takes fewer FLOPs than the plain form for this number of `queries` of a row.
 
-    For each place and head, the first takes 2 queries (2 C + rope). The second takes 2 queries A + 2 queries value, and
-    2 C W to compute the keys and values.
+    For each token in the cache and each head, the absorbed form takes 2 queries (2 C + rope) FLOPs over the latents.
+    The plain form takes 2 queries (A + value), and 2 C W to compute the token's keys and values.
     """
     more = 2 * latent.kv_rank - latent.nope - latent.value
     return queries * more < latent.kv_rank * (latent.nope + latent.value)

@@ -236,7 +236,7 @@ def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str] = 
 
 
 def at_home(stored: str) -> str:
-    """Return the type of a table of the vocabulary at the stage that uses it, before it is gathered over X."""
+    """Drop Z from the stored type of a vocabulary table: its type at the stage that uses it, still sharded over X."""
     return without(stored, ("Z",))
 
 
