@@ -140,7 +140,7 @@ def between(whole: int, a: int, b: int, *sizes: int) -> list[tuple[Fraction, int
 
 def primed(whole: int, name: str) -> list[tuple[Fraction, int]]:
     """Return the samples of a loop whose parts shrink as it grows: its own size if that is small, else two primes."""
-    if whole <= FEW[name]:
+    if whole <= FEW:
         return [(Fraction(1), whole)]
     first, second = LEAST[name], LEAST[name] + 2
     return between(whole, first, second, first, second)

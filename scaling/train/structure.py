@@ -22,7 +22,7 @@ from scaling.trace.symbols import NotMonomial, Symbols, prime_factors, primes_fo
 from scaling.train.settings import Settings
 from scaling.train.step_count import step_shapes
 
-FEW = {"El": 24, "J": 10}  # up to so many, all experts of a rank and all chunks of the loss are run
+FEW = 24  # up to this number, all experts of a rank and all chunks of the loss are run
 LEAST = dict.fromkeys((*"EKGHbTYDFVXPSO", "row", "copies"), 31) | {"El": 11, "J": 17}  # the least prime of each
 ENDLESS = 1 << 62
 
@@ -65,7 +65,8 @@ def structure_of(
         raise NotMonomial(f"{model.name}: {model.K} heads on {Y} ranks, or {model.k} of so few experts")
     stage = (L - model.dense_layers) // Z
     counts = {L, M, Z, C, stage, stage + 1, model.dense_layers, El, El + 1, J} - {0}
-    loop = {name: n for name, n in (("El", El), ("J", J)) if n > FEW[name]}
+    own = ("El", El, model.E // sizes.get("E", 1)), ("J", J, loss_chunks(settings, sizes)[0])
+    loop = {name: n for name, n, whole in own if n != whole}
     p = primes_for([*LEAST], counts - {*loop.values()}, {**least, **loop})
     X, Y, E = (p[axis] if sizes.get(axis, 1) > 1 else 1 for axis in "XYE")
     copies = p["copies"] if sizes.get("Y", 1) > model.K else 1  # ranks that have the same KV head
@@ -79,10 +80,10 @@ def structure_of(
         "D": p["D"] * p["row"] * X, "F": p["F"] * Y, "G": G, "H": 2 * p["H"] * p["row"], "V": p["V"] * Y * Z,
         "S": p["S"] * Y, "O": p["O"] * Y, "K": K, **loop, "P": p["P"], "X": X, "E": E, "Y": Y, "row": p["row"],
     }  # fmt: skip
-    own = p | ({"Y": copies} if copies > 1 else {})
+    prime = p | ({"Y": copies} if copies > 1 else {})
     if copies > 1:  # K divides Y, else Y divides K
         at["K"] = at.pop("K")
-    order = [(name, n, own[name]) for name, n in at.items() if n > 1 and n % own[name] == 0]
+    order = [(name, n, prime[name]) for name, n in at.items() if n > 1 and n % prime[name] == 0]
     counted = prime_factors({*range(1, 31), *counts} - {*loop.values()}) - {prime for *_, prime in order}
     windows, pairs = traced_windows(settings, sizes, at["T"], coord)
     changes = {x: at[x] for x in "DFHVK"} | {"N": K * G, "L": L, "window": windows[:L]}

@@ -49,7 +49,8 @@ def drawn(kind: str, seed: int) -> tuple:
 def test_a_drawn_job_is_counted_as_its_own_step(kind, seed, monkeypatch):
     given = drawn(kind, seed)
     wanted, depths = count(*given), programs.traced_depths
-    monkeypatch.setattr(programs, "count", None)  # nothing is counted at its own sizes
+    if kind != "many experts":  # some of whose sizes are sums
+        monkeypatch.setattr(programs, "count", None)  # nothing is counted at its own sizes
 
     def in_two(*args):  # or a job as short as these would be counted as it is
         found = depths(*args)
@@ -84,5 +85,5 @@ def test_what_is_no_product_of_the_sizes_is_refused_and_counted_at_its_own_sizes
 def test_the_loss_may_hold_most_of_a_step_in_any_number_of_chunks():
     model = DENSE.with_(L=5, D=512, F=64, N=8, K=8, H=16)
     given = Settings(model, "", "", 48, 8192, microbatches=3, dtype="bf16", remat="block"), {"X": 8}
-    assert programs.loss_chunks(*given)[0] > FEW["J"]
+    assert programs.loss_chunks(*given)[0] > FEW
     assert step_by_symbols(*given).memory == count(*given).memory
