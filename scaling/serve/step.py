@@ -161,6 +161,7 @@ def logits_of(
     if T > 1 and mesh.sizes.get("C", 1) > 1:
         mesh = mesh.optional
         tokens, own = split_over_C(tokens, mesh)
+        extent = extent._replace(full=extent.full and tokens.shape[1] == T)  # no row has a padded token
     else:
         mesh = mesh.without("C")  # each row has one token, which is not split
     slots = Slots(cache, lengths, tokens.shape[1], share, extent, own)

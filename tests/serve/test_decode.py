@@ -161,6 +161,23 @@ def test_every_form_on_a_mesh(ranks, cases):
             close(found, wanted, tolerance)
 
 
+def in_chunks(mesh, page: int | None, chunks: list[int]) -> torch.Tensor:
+    """The logits of rows of one length, whose cache is then full."""
+    params = params_of("gqa") if mesh is None else tree.shard(params_of("gqa"), serve.specs(PLAIN, mesh), mesh)
+    cache, found = serve.init_cache(PLAIN, B, sum(chunks), mesh=mesh, page=page), []
+    for tokens in TOKENS[:, : sum(chunks)].split(chunks, 1):
+        logits, cache = serve.extend(params, tokens, cache, PLAIN, mesh)
+        found.append(logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(("page", "chunks"), [(None, [1, 3]), (4, [1, 3]), (4, [3, 5]), (3, [7, 2]), (4, [8, 7, 1])])
+def test_tokens_that_do_not_divide_over_C(ranks, page, chunks):
+    """They are padded, and what is padded is in no place of a row that it fills, and in no page."""
+    for found in ranks(in_chunks, {"C": 2}, page, chunks):
+        close(found, in_chunks(None, page, chunks))
+
+
 def restored(W, text: str):
     """A leaf as the numbers that it stands for, by a line of `scaling.scaled` for each layer."""
     if not isinstance(W, Scaled):
