@@ -53,7 +53,7 @@ def from_partition_spec(text: str, dims: Sequence[str], name: str = "") -> Spec:
     Dims that the text leaves out are not split, as in JAX.
 
     Raises:
-        ShardingError: The text is not a PartitionSpec of at most so many dims, or has an axis that types cannot name.
+        ShardingError: The text is not a PartitionSpec of at most these dims, or has an axis that types cannot name.
             JAX's `P('XY')`, for example, is split over one axis of that name, but `A[I_XY]` over X and Y.
     """
     entries, unreduced = _read_partition_spec(text)

@@ -32,7 +32,7 @@ ATTENTION = tuple("BHTD"), tuple("BHSD"), tuple("BHSE")  # the labels of queries
 
 
 def labelled(name: str, args: Sequence, kwargs: Mapping, shapes: list[Sizes], shape: Sizes, probe: Probe) -> LabelledOp:
-    """Return the labels of a call, without the operands whose partial sums it keeps.
+    """Return the labels of a call's dims. `sums`, the operands that may be partial sums, is left empty.
 
     Args:
         name: the function's name.

@@ -284,7 +284,7 @@ def searched_types(
 
 
 def few_ways(a: Spec, b: Spec, axes: int) -> bool:
-    """Return whether the ways to split a product's dims over so many axes are few enough to look at all of them."""
+    """Return whether a product's dims can be split over `axes` axes in few enough ways to try all of them."""
     dims = len({*a.dim_names, *b.dim_names})
     return sum(math.perm(axes, n) * math.comb(n + dims - 1, n) for n in range(axes + 1)) <= WAYS
 

@@ -132,7 +132,7 @@ class Answer:
 
 
 def _agree(book: str, value: float, digits: float = 0.5) -> bool:
-    """Return whether a value is within so many units of the last digit that the book prints, and within 5%."""
+    """Return whether a value is within 5%, and within `digits` units of the last digit that the book prints."""
     relative, units = off(book, value)
     return abs(units) <= digits + 1e-9 and abs(relative) <= CLOSE
 

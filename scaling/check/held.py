@@ -151,7 +151,7 @@ def meeting_dim(a: Dim, b: Dim) -> "Dim | None":
 
 
 def written_dim(was: Dim, now: Dim) -> Dim:
-    """Return a dim that is written to. It keeps the pieces that it was merged of if it is split over the same axes."""
+    """Return a dim after a write. A merged dim keeps its pieces if it is still split over the same axes."""
     return was if len(was) > 1 and {*(axes_along(was) or ())} == {*(axes_along(now) or ())} else now
 
 

@@ -148,7 +148,7 @@ def ignored(text: str) -> dict[int, list[str]]:
 
 
 def silent_lines(text: str) -> dict[int, list[str]]:
-    """Return the silenced rules, as `ignored` does, for every line of a statement with such a comment."""
+    """Return the rules silenced on each line: a comment in a statement counts for all lines of the statement."""
     comments = ignored(text)
     found = dict(comments)
     for node in ast.walk(ast.parse(text)) if comments else ():

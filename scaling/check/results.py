@@ -176,7 +176,7 @@ def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -
 
 
 def _refuse_turned(op: LabelledOp, operands: list[HeldType]) -> None:
-    """Raise Illegal if two dims of one operand meet the same two dims of another in the other order."""
+    """Raise Illegal if operands pair the same two dims crosswise: A[I, J] with B[J, I], without a transpose."""
     names = [dict(zip(own, map(name_along, x.dims), strict=True)) for own, x in zip(op.inputs, operands, strict=False)]
     for other in names[1:]:
         met = {a: other[label] for label, a in names[0].items() if a is not None and label in other}

@@ -78,7 +78,7 @@ def _formatted(x: torch.Tensor, how: str) -> str:
 
 @contextlib.contextmanager
 def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
-    """Start no ranks, print nothing, do not wait, and stop after so many seconds (0: never)."""
+    """Start no ranks, print nothing, do not wait, and stop after `seconds` seconds (0: never)."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError

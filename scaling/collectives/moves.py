@@ -264,7 +264,7 @@ def _start_gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Starte
 
 
 def _between_root_and_all(op: Op) -> tuple[list[int], list[int]]:
-    """Return (blocks for each rank if all exchange one with the root, the same if the root exchanges one with each)."""
+    """Return two counts of blocks by rank: (one for the root; one for each rank on the root, and none elsewhere)."""
     return [int(block == op.root) for block in range(op.size)], [int(op.at_root)] * op.size
 
 

@@ -137,7 +137,7 @@ class RopeScaling:
         return math.floor(self.original) if self.kind == "longrope" else None
 
     def factors(self, length: int) -> tuple[float, ...]:
-        """Return by how much longrope divides each plane's frequency in a text of so many tokens."""
+        """Return by how much longrope divides each plane's frequency in a text of `length` tokens."""
         return self.long if length > self.original else self.short
 
     def slowed(self, f: Any) -> Any:

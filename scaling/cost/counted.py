@@ -30,14 +30,17 @@ class LineKind(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """The number of calls, and their total FLOPs or bytes (V of a collective); a rank sends `sent` bytes."""
+    """The totals of all calls of one kind in a step.
+
+    `number` counts the calls. `amount` is their FLOPs or bytes (of collectives V), and `sent` the bytes a rank sends.
+    """
 
     number: float = 0
     amount: float = 0
     sent: float = 0
 
     def and_more(self, amount: float, sent: float = 0, number: float = 1) -> "Calls":
-        """Return the sum of these calls and of more."""
+        """Return these totals with further calls added."""
         return Calls(self.number + number, self.amount + amount, self.sent + sent)
 
 

@@ -78,7 +78,7 @@ class Lane:
 
 
 def on_links(*links: int) -> tuple[bool, ...]:
-    """Return whether each link is one of these."""
+    """Return the `links` of a lane that uses these links, given by number."""
     return tuple(i in links for i in range(LINKS))
 
 

@@ -62,7 +62,7 @@ class Shares:
 
 
 class Monomials:
-    """The value of each monomial at sizes by symbol, which are numbers or columns of numbers; each is computed once."""
+    """The values of monomials, given the sizes of the symbols as numbers or columns; each is computed once."""
 
     def __init__(self, sizes: Mapping[str, Any]):
         self.sizes = {name: Fraction(n) if np.ndim(n) == 0 else np.asarray(n, float) for name, n in sizes.items()}
@@ -75,7 +75,7 @@ class Monomials:
         return self.known[monomial]
 
     def value(self, polynomial: "Polynomial | float") -> Any:
-        """Return the value of a polynomial; of numbers an int, if it is one."""
+        """Return the value of a polynomial: floats for columns; for numbers an int if it is whole, else a float."""
         if not isinstance(polynomial, Polynomial):
             return polynomial
         columns = any(isinstance(self.of(monomial), np.ndarray) for monomial in polynomial.terms)
@@ -88,7 +88,7 @@ class Monomials:
 class LiveBytes:
     """The bytes that are alive after one line: a row for each operation that follows it, a column for each monomial.
 
-    Rows that are nowhere above another one are left out.
+    A row that another one exceeds or equals in each column is left out, since it never has the most bytes.
     """
 
     monomials: tuple[Monomial, ...]
@@ -96,7 +96,7 @@ class LiveBytes:
 
     @staticmethod
     def of(monomials: Sequence[Monomial], rows: Sequence[Sequence[float]]) -> "LiveBytes":
-        """Return the rows as a matrix, padded with zeros, without the rows that are nowhere above another one."""
+        """Return the rows as a matrix, padded with zeros, without those that another row covers in each column."""
         matrix = np.zeros((len(rows), len(monomials)))
         for i, row in enumerate(rows):
             matrix[i, : len(row)] = row

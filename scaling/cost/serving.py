@@ -167,7 +167,7 @@ def slices(chip: Chip, most: int = 4096) -> list[tuple[int, ...]]:
 
 
 def smallest_slice(nbytes: float, chip: Chip, headroom: float = 1.0) -> tuple[int, ...]:
-    """Return the smallest slice whose memory holds so many bytes (Part 8, "What's the LLaMA Serving Story?")."""
+    """Return the smallest slice whose memory holds `nbytes` bytes (Part 8, "What's the LLaMA Serving Story?")."""
     positive(nbytes=nbytes, headroom=headroom)
     shapes = slices(chip)
     for shape in shapes:

@@ -180,7 +180,7 @@ def _expanded(op: AnyOperation, shards: Sequence[Tensor], local: LocalPlan) -> T
 
 
 def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
-    """Return the typed product of shards, which a trace sees; its line was inferred, so it is legal."""
+    """Return the product of shards by an einsum line, so that a trace sees it. The line was inferred and is legal."""
     labels = [map(str, d) for d in (*op.inputs, op.output)]
     specs = [retyped(unsplit_spec("", d), at) for d, at in zip(labels, (*local.needed, local.result), strict=True)]
     return einsum(str(Line(tuple(specs[:-1]), specs[-1])), *shards)

@@ -99,7 +99,7 @@ class SharedPage:
         return [rank for i, rank in enumerate(ranks) if words[WORD * i + DIGEST :][:2] != wait.number]
 
     def stuck(self) -> dict[int, Wait]:
-        """Return the waits of the ranks that wait for each other in a circle, and of the ranks that wait for those."""
+        """Return {rank: its wait} of the ranks in a circle of waits, and of the ranks that wait for these."""
         waits = self.waits()
         missing = {rank: self.missing(wait) for rank, wait in waits.items()}
         if self.waits() != waits or missing != {rank: self.missing(wait) for rank, wait in waits.items()}:

@@ -149,7 +149,7 @@ def add(a: Tensor | None, b: Tensor | None) -> Any:
 
 @contextmanager
 def _traced(line: str, Q: Tensor, block: KeyBlock, matmuls: int):
-    """Record one event, such as "O = Q * KV", with the FLOPs of the visible scores in so many matmuls."""
+    """Record one event, such as "O = Q * KV", with the FLOPs of the visible scores in `matmuls` matmuls."""
     if not trace.open_logs:
         yield
         return

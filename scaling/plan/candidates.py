@@ -1,4 +1,4 @@
-"""Every layout of so many chips for a job: all meshes with all recipes, evaluated as columns, the best first.
+"""Every layout of a job on a given number of chips: all meshes with all recipes, evaluated as columns, the best first.
 
 No heuristic skips a layout. A mesh that breaks a rule of the model or of the network is left out, and counted with its
 reason, so that the error "no mesh suits" can say why.
@@ -63,7 +63,7 @@ def _refusal(job: Job, sizes: dict[str, int]) -> str | None:
 
 
 def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) -> Iterator[Network]:
-    """Yield every mesh of so many chips that the model and the network allow; count the others by reason."""
+    """Yield every mesh of `chips` chips that the model and the network allow; count the others in `refused`."""
     w, wanted = job.work, dict(fixed.axes)
     for reason in _impossible(chip, chips, fixed):
         refused[reason] += 1
@@ -137,7 +137,7 @@ def _sizes(chip: Chip, chips: int, fixed: Fixed, most: dict[str, int], refused: 
 
 
 def pod_counts(chip: Chip, chips: int) -> list[int]:
-    """Return the fewest pods that hold so many chips in equal slices; ValueError if there is no such number."""
+    """Return [the fewest pods that hold `chips` chips in equal slices]; ValueError if there is no such number."""
     least = max(1, -(-chips // chip.pod_chips)) if chip.pod else 1
     for pods in range(least, min(chips, 64 * least) + 1):
         if chips % pods == 0:
@@ -203,7 +203,7 @@ class SearchResult:
 
 
 def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult:
-    """Evaluate all layouts of so many chips, and keep each mesh with its best recipe."""
+    """Evaluate all layouts on `chips` chips, and keep each mesh with its best recipe."""
     if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
         raise ValueError(f"chips = {chips!r}: must be a whole number of at least 1\n  fix: give an int")
     for dtype in (job.dtype, job.wide):

@@ -80,7 +80,7 @@ def mesh_name(sizes: Mapping[str, int], settings: Settings) -> str:
 
 
 def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
-    """Yield every mesh of so many ranks, without the axes of size 1; E only for experts."""
+    """Yield every mesh of this number of ranks, without axes of size 1. Only models with experts get an axis E."""
     for sizes in splits("PZXCYE" if settings.model.moe else "PZXCY", ranks, lambda *_: True):
         yield {axis: size for axis, size in sizes.items() if size > 1} or {"X": 1}
 
@@ -164,9 +164,10 @@ def planned(
     settings: Settings, ranks: int, chip: Chip, refused: list[str], zeros: Sequence[int] = (3,),
     chosen: Sequence[str] = (),
 ) -> Iterator[tuple[dict[str, int], Settings]]:  # fmt: skip
-    """Yield (mesh, settings on it) of so many chips of the catalogue, the fastest first by the planner's formulas.
+    """Yield (mesh, settings on it) of `ranks` chips of the catalogue, the fastest first by the planner's formulas.
 
-    If the formulas refuse a mesh, the reason is added to `refused`. Stages run by 1F1B.
+    `zeros` and `chosen` are as in `evaluated`. If the formulas refuse a mesh, the reason is added to `refused`. Stages
+    run by 1F1B.
     """
     seen: set[str] = set()
     found = [*evaluated(settings, chip, ranks, zeros, chosen)]
@@ -206,9 +207,9 @@ def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
 def evaluated(
     settings: Settings, chip: Chip, ranks: int, zeros: Sequence[int] = (3,), chosen: Sequence[str] = ()
 ) -> Iterator[Estimate]:
-    """Yield by formula the meshes with these stages of ZeRO over X, and those without X.
+    """Yield the forecast of each mesh that has no X, or has X with one of the ZeRO stages `zeros`.
 
-    Each has the best of the options that are `chosen`.
+    Options named in `chosen` are chosen for each mesh, the best ones; the others are as in the settings.
 
     Raises:
         ValueError: No mesh suits.

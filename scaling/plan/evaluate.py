@@ -147,7 +147,10 @@ def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: Sequence[Entr
 
 @dataclass(frozen=True)
 class Estimate:
-    """One layout of a job on chips: seconds of a step, bytes of a chip; or columns of many, on a network of columns."""
+    """The forecast of a layout: its seconds per step and bytes per chip.
+
+    The layout may have columns, one entry for each of many layouts, on a network with columns. Then so do the numbers.
+    """
 
     job: Job
     network: Network

@@ -66,7 +66,7 @@ class Failures:
 
 
 def save_seconds(nbytes: float) -> float:
-    """Return the seconds for which a run waits as each chip writes so many bytes."""
+    """Return the seconds for which a run waits while each chip writes `nbytes` bytes."""
     return max(1.0, nbytes / STORAGE)
 
 

@@ -46,7 +46,7 @@ TYPES = {
 
 
 def ladder(gpus: int, node: int, heads: int, layers: int) -> Iterator[Rung]:
-    """Yield the rungs for so many GPUs, `node` of them joined by fast links, and a model's heads and layers."""
+    """Yield the rungs for `gpus` GPUs in nodes of `node` with fast links, and a model of these heads and layers."""
     yield Rung("one GPU", (), how="no communication")
     if gpus == 1:
         yield Rung("one GPU + checkpointing", (), "block", "no communication")

@@ -136,7 +136,7 @@ ANY = Fixed()
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the planner: the layout of a job on so many chips, given the user's decisions."""
+    """A question to the planner: the layout of a job on `chips` chips, given the user's decisions (`fixed`)."""
 
     job: Job
     chip: Chip
@@ -146,7 +146,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of AXES and the recipe of a step; or columns of many layouts, whose words are numbers (CODED).
+    """The sizes of AXES and the recipe of a step.
+
+    Fields may be columns, one entry for each of many layouts. In columns words are given as numbers (CODED).
 
     `zero` is the stage of ZeRO: 0, 1 or 3. `schedule` is that of the stages, with `chunks` of layers each. `remat` says
     which arrays are saved for backward. `reduce` applies to ZeRO-3: gradients are either scattered after each

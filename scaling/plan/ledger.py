@@ -151,7 +151,7 @@ class Entry:
 
     @property
     def seconds(self) -> Amount:
-        """Seconds of one of them at the peak."""
+        """Seconds of one collective at the peak."""
         return self.over.seconds(self.nbytes)
 
     def hides(self, chip: Chip, l: Layout) -> Amount:

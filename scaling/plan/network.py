@@ -120,7 +120,7 @@ Placement = dict[str, tuple[AxisSpan, ...]]  # by mesh axis
 
 
 def slice_shape(chip: Chip, chips: int) -> tuple[int, ...]:
-    """Return the most cubic slice of so many chips that the pod has, rings first; ValueError if the pod has none."""
+    """Return the most cubic slice of `chips` chips in the pod, rings first; ValueError if the pod has none."""
     pod = chip.need("pod")
     if chips == chip.pod_chips:
         return tuple(pod)

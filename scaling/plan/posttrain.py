@@ -156,7 +156,7 @@ def push_seconds(
 
 
 def link(hardware: Chip, chips: int) -> float:
-    """Return the bytes/s of a chip's share of the slowest link among so many chips."""
+    """Return the bytes/s of a chip's share of the slowest link among `chips` chips."""
     if hardware.kind == "tpu":
         return hardware.bandwidth("ici" if chips <= math.prod(hardware.longest) else "dcn")
     node = hardware.need("levels")[0].degree
@@ -191,7 +191,7 @@ def divisions(asked: PosttrainJob, hardware: Chip, chips: int) -> list[Division]
 
 
 def _tried(hardware: Chip, chips: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (chips that train, chips that write, whether apart): in whole nodes, where there are several."""
+    """Yield (chips that train, chips that write, whether these are separate), in whole nodes if there are several."""
     yield chips, chips, False
     node = hardware.need("levels")[0].degree if hardware.kind == "gpu" else 1
     unit = node if chips >= 2 * node and chips % node == 0 else 1

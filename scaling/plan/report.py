@@ -34,7 +34,7 @@ class Budget:
 
 
 def cost_of_run(found: Estimate, seconds: float, budget: Budget) -> dict:
-    """Return the days and dollars of the token budget at so many seconds a step."""
+    """Return the days and dollars that the token budget takes at `seconds` per step."""
     total = budget.tokens / found.job.batch * seconds
     price = budget.price or found.network.chip.price
     return {"days": total / 86400, "dollars": price * found.chips * total / 3600 if price else None}

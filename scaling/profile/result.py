@@ -96,10 +96,10 @@ class Profile:
         return self.timelines[rank].steps[0].memory()
 
     def table(self, chip: Chip | None = None, dtype: str = "fp32", columns: int = COLUMNS) -> str:
-        """Return the lines, the parts of a step, stragglers and suggestions, as text of at most so many columns.
+        """Return the lines, the parts of a step, stragglers and suggestions, as text of at most `columns` characters.
 
-        With a chip, the table also has the time of each line by the chip's roofline; for a collective, hidden time
-        counts, too.
+        With a chip, the table also has the time of each line by the chip's roofline. For a collective it is
+        compared with the time of the transfer, exposed and hidden, without the waiting.
         """
         parts = [self.parts(rank) for rank in range(len(self.timelines))][:RANKS]
         text = [table_of_parts(parts)]

@@ -99,7 +99,8 @@ def init_cache(
         mesh: The mesh, or None for one device.
         dtype: The dtype of keys and values. torch.int8 and torch.float8_e4m3fn store them with one scale for each token
             and head. None takes the dtype of the params that first fill the cache; until then its zeros take no memory.
-        page: If given, the cache is a pool of pages of so many tokens. The table "pages" gives each row enough of them
+        page: If given, the cache is a pool of pages with this number of tokens. The table "pages" gives each row enough
+        of them
             for `length`.
         form: How the cache is sharded, one of `serve.types.FORMS`.
 
@@ -132,7 +133,7 @@ def init_cache(
 
 
 def page_table(KV: Tensor, batch: int, pages: int) -> Tensor:
-    """pages[B, M] of rows that have so many pages each, numbered in sequence on the ranks that hold the row."""
+    """pages[B, M] of rows with M = `pages` pages each, numbered in sequence on the ranks that hold the row."""
     return torch.arange(batch * pages, device=KV.device).view(batch, pages) % KV.shape[2]
 
 

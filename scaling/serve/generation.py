@@ -67,7 +67,7 @@ def generate(
         config: The model.
         max_new_tokens: The most tokens of a completion.
         temperature: Divides the logits before a token is drawn; 0 takes the most probable token.
-        top_k: If given, draw from the so many most probable tokens.
+        top_k: If given, draw from the `top_k` most probable tokens.
         top_p: If given, draw from the fewest tokens whose probabilities add up to at least this.
         min_p: If given, draw from the tokens whose probability is at least this times the largest.
         seed: One seed, from which each prompt gets its own, or one for each prompt.
@@ -76,7 +76,7 @@ def generate(
         draft: (config, params) of a smaller model with the same vocabulary, its params typed as in `serve.specs` of its
             config, or "ngram". It proposes tokens, and the engine verifies them.
         proposals: How many tokens the draft proposes in a step.
-        page: If given, the cache is in pages of so many tokens.
+        page: If given, the cache is in pages of this number of tokens.
         form: How params and cache are sharded, one of `serve.types.FORMS`.
         dtype: The dtype of the cache, as in `init_cache`.
         compile: A backend of torch.compile for decode steps, such as "inductor".

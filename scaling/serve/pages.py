@@ -37,7 +37,7 @@ class Pool:
         return new
 
     def count(self, tokens: int) -> int:
-        """Return the number of pages for so many tokens."""
+        """Return the number of pages that `tokens` tokens need."""
         return -(-tokens // self.size)
 
     @property

@@ -253,7 +253,7 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
 
 
 def _work(state: State, id: int, count: int) -> Work:
-    """Return a work of so many tokens, with the proposals for which there are pages.
+    """Return a Work of the request's next `count` tokens, with as many proposals as there are pages for.
 
     No request is preempted to make room for proposals.
     """

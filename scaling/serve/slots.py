@@ -39,7 +39,7 @@ class Extent(NamedTuple):
 
     @classmethod
     def of(cls, held: Sequence[int], new: Sequence[int], T: int) -> "Extent":
-        """Return the extent of rows that hold so many tokens each and get so many new ones, at most T."""
+        """Return the extent of rows that hold held[b] tokens and get new[b] further ones, at most T."""
         most = max(a + b for a, b in zip(held, new, strict=True))
         return cls(min(held), max(held), most, min(new) == T, not any(new))
 

@@ -97,8 +97,9 @@ SchedulerEvent = Arrive | Cancel | Done | Moved
 class Work(NamedTuple):
     """Compute a request's `tokens`, which begin at position `start`, into `pages`; with `sample`, give the next token.
 
-    `proposals`: compute so many tokens of a draft after them, and give the accepted ones and the token that follows. A
-    draft may need all tokens; then `before` has the ones before `start`. `group`: the group that the pages belong to.
+    `proposals`: let a draft propose this number of tokens after them, and give the accepted ones and the token that
+    follows. A draft may need the whole text; then `before` has the tokens before `start`. `group`: the group that the
+    pages belong to.
     """
 
     request: Request

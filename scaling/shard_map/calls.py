@@ -245,7 +245,7 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
 
 
 def op_of(call: Call, dims: int, mesh) -> Op:
-    """Return the call as a collective of this project, on an operand of so many dims: "[D0_X, D1] -> [D0, D1]"."""
+    """Return the call as a collective of this project, on an operand with `dims` dims: "[D0_X, D1] -> [D0, D1]"."""
     whole = unsplit_spec("", [f"D{i}" for i in range(dims)])
     types = {
         "whole": lambda: whole,

@@ -119,7 +119,7 @@ class Strategy:
         return [checked(which) for which in ("gather", "reduce", "reduce_slow")]
 
     def layers(self, params: Mapping[str, Tensor], mesh, **options) -> Layers:
-        """Return the engine of these params, stacked over L."""
+        """Return the `Layers` that run these params, which are stacked over L."""
         layers = list(zip(*[params[name].unbind() for name in self.weights], strict=True))
         shapes = None if self.GRADS is None else self.grads_shapes(layers[0], mesh)
         return Layers(layers, mesh, *self.of_leaves, shapes=shapes, **options)

@@ -93,7 +93,7 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
 
 
 def _place(places, pending):
-    """Wait for the params of some layers, and copy them to their slots in the result unless they are there."""
+    """Wait for pending params, and copy each to its slot in the result unless it was gathered into the slot."""
     for into, W in zip(places, map(wait, pending), strict=True):
         if W is not into:
             into.copy_(W)

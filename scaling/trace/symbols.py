@@ -18,7 +18,9 @@ class NotMonomial(ValueError):
 
 @dataclass(frozen=True)
 class Symbols:
-    """Symbols by name, each with its size and with a prime factor of it that divides no size of a later symbol.
+    """Symbols with their sizes, by which a number is factored.
+
+    Each symbol has a prime factor of its size that divides no later symbol's size, so its power can be read off.
 
     Attributes:
         sizes: (name, size, prime) of each symbol.

@@ -202,7 +202,7 @@ def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], 
 
 
 def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """Return the mesh on `world` ranks, with P halved as often as needed and possible, and then X.
+    """Shrink a mesh to `world` ranks: halve P until the mesh fits or P is odd, and then X.
 
     Raises:
         ValueError: No such mesh has `world` ranks.

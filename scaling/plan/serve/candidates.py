@@ -217,7 +217,7 @@ def stored_experts(experts: int, parts: int) -> int:
 
 
 def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
-    """Yield the forms with their mesh sizes on so many chips, for a model of so many experts.
+    """Yield (form, mesh sizes) of every form on `chips` chips, for a model of `experts` experts.
 
     The second axis of a form is a power of two; that of experts is any number that divides the chips. If it does not
     divide the experts, some are stored twice.

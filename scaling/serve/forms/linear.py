@@ -16,7 +16,7 @@ from scaling.models.linear import attend_linear, split_gate
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D]; layer l's states of the rows are read and written."""
+    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D], reading and updating layer l's states of the rows."""
     S, tail, new = at.slots.cache["S"][l], at.slots.cache["tail"][l], at.slots.new
     y, _ = normed(W, "norm_attn", x, at.config, rms)
     real = torch.arange(x.shape[1], device=x.device) < new[:, None]

@@ -307,7 +307,10 @@ class AnswerWriter:
         }  # fmt: skip
 
     def _top(self, note: TokenNote, first: bool) -> dict[str, float] | None:
-        """Return the likeliest tokens and the drawn one; if several are written alike, the others by their ids."""
+        """Return {text: log-probability} of the likeliest tokens and the drawn one.
+
+        If several have the same text, all but the first are named by their ids.
+        """
         if note.logprob is None:
             return None
         found = {self._text(note.id, first): note.logprob}

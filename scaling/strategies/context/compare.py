@@ -92,7 +92,7 @@ def costs(
 
 
 def table(sizes: Mapping[str, int], ranks: int, heads: int = 2, dtype="bf16", **mask) -> str:
-    """Return a table of all forms on so many ranks; usp has `heads` of them along Y. MB are 1e6 bytes."""
+    """Return a table of all forms on `ranks` ranks; usp has `heads` of them along Y. MB are 1e6 bytes."""
     rows = []
     for form in FORMS:
         mesh, axis = ({"C": ranks // heads, "Y": heads}, ("C", "Y")) if form == "usp" else ({"C": ranks}, "C")

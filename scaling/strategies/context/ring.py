@@ -177,7 +177,7 @@ class Ring(NamedTuple):
         return self.send("dKV", dKV, 1 if hop < self.hops else -self.hops)
 
     def send(self, name: str, x: Tensor | None, hops: int = 1):
-        """Start to pass x on by so many ranks along the ring."""
+        """Start to pass x on by `hops` ranks along the ring."""
         C, _ = self.place
         if x is None or hops % C == 0:
             return x

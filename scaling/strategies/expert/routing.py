@@ -188,7 +188,7 @@ def route_tokens(
 
 
 def _all_tokens(experts: Tensor, load: Tensor, E: int, groups: int, balanced: Tensor) -> Routing:
-    """Return the routing by which each of the E experts, split over so many groups, gets all n tokens of each group."""
+    """Return the routing by which each of E experts, split over `groups` ranks, gets all n tokens of each of them."""
     (n, k), local = experts.shape, E // groups
     token = torch.arange(n, device=experts.device)
     rows = Rows((token * k).repeat(E), experts * n + token[:, None], torch.full_like(load, n))

@@ -100,7 +100,7 @@ def schedule_of(schedule: "Schedule | str | None", mesh, microbatches: int) -> S
 
 
 def storing_schedule(schedule: "Schedule | str | None", mesh) -> Schedule | None:
-    """Return a schedule that stores the layers as this one does, whatever the number of microbatches."""
+    """Return a schedule that stores the layers as the given one does; a schedule's name needs no microbatches here."""
     if isinstance(schedule, Schedule):
         return schedule
     return schedule_of(schedule, mesh, 2 * mesh.sizes.get("Z", 1))
