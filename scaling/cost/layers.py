@@ -170,7 +170,7 @@ def layer(
 
 
 def pipeline_comms(B: float, D: float, W: float, stages: int, microbatches: int, dtype="bf16") -> float:
-    """Return a pass's seconds of M + Z - 2 hops of activations, 2BD / (W M) each (Part 12, "Pipeline Parallelism").
+    """Return the seconds that a pass takes for M + Z - 2 hops of 2BD / (W M) each (Part 12, "Pipeline Parallelism").
 
     B counts the tokens of one replica, whose activations go over links of W bytes/s in all.
     """

@@ -188,7 +188,7 @@ def _parts(
 
 
 def file_number(config: Config, at: Mapping[str, int]) -> int:
-    """Return the number of the file of a tensor at these indices: l + 1 in layer l, 0 at the ends and in dense layers."""
+    """Return the number of a tensor's file, given its indices: l + 1 in layer l, 0 at the ends and in dense layers."""
     numbers = {"L": config.attending, "l": config.linear.layers if config.linear else ()}
     return next((numbers[dim][at[dim]] + 1 for dim in numbers if dim in at), 0)
 

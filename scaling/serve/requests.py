@@ -67,7 +67,7 @@ class Request(NamedTuple):
 
     Attributes:
         stop: The ids of tokens that end the completion; such a token is its last.
-        stops: The texts before which it ends.
+        stops: Texts that end the completion, which is cut before them.
         scored: Whether the log-probabilities of the prompt are wanted, so that all of it is computed.
     """
 
