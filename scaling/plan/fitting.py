@@ -34,17 +34,16 @@ class Frugal:
         return replace(self.job, headroom=max(1e-6, self.job.headroom - less))
 
 
-def adapter_params(config: Config) -> float:
-    """Return the params of LoRA's adapters for attention's and the MLP's matrices of a dense model."""
-    c = config
-    widths = [
-        c.N * c.H,
-        c.K * c.H,
-        c.K * c.H,
-        c.N * c.H,
-        *[c.F] * c.matrices,
-    ]  # the widths of Q, K, V, O and the MLP's matrices other than D
-    return c.L * RANK * sum(c.D + width for width in widths)
+def adapter_params(config: Config) -> int:
+    """Return the params of LoRA's adapters for attention's and MLPs' matrices; experts have none, but shared ones."""
+    c, sparse = config, config.L - config.dense_layers if config.moe else 0
+    heads = [c.D + c.N * c.H] * (2 + c.head_gate) + [c.D + c.K * c.H] * 2  # inputs and outputs of Q, O, K and V
+    if latent := c.latent:
+        heads = [(latent.q_rank or c.D) + c.N * (latent.nope + latent.rope), c.D + latent.kv_rank + latent.rope]
+        heads += [latent.kv_rank + c.N * (latent.nope + latent.value), c.N * latent.value + c.D]
+        heads += [c.D + latent.q_rank] if latent.q_rank else []
+    mlps = (c.L - sparse) * (c.D + (c.F_dense if sparse else c.F)) + (sparse * (c.D + c.S) if c.S else 0)
+    return RANK * (len(c.attending) * sum(heads) + c.matrices * mlps)
 
 
 def frugal_ways(job: Job) -> Iterator[Frugal]:

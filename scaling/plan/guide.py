@@ -156,7 +156,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
     over = size(float(best.found.held.total) - free)
     lines += [f"Nothing fits: {best.rung.name} is {over} too large for the {size(free)}.", "What would help:"]
     lines += [f"  {helps}" for helps in help_needed(plans(job, gpu, gpus))["helps"]]
-    return folded([*lines, f"  a model of at most {size(free * gpus / state).replace(' GB', 'e9')} params"]), False
+    return folded([*lines, f"  a model of at most {significant(free * gpus / state)} params"]), False
 
 
 def quantity(text: str) -> float:
