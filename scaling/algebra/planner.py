@@ -214,9 +214,9 @@ class _Search:
         return self.least[n, at]
 
     def rest(self, n: int, number: int) -> dict[HeldLayouts, float]:
-        """Bound from below the other costs of a value and its successors, by the layouts in which it needs array `n`.
+        """Return {the layouts in which a value needs array `n`: a lower bound of its other costs}.
 
-        The computed operands of a value share this cost in equal parts.
+        These are the costs of its other arguments and of the values after it. Its computed operands share them equally.
         """
         _, operands, ways = self.values[number]
         sharing, rests = len({m for m in operands if m >= len(self.inputs)}), {}

@@ -89,7 +89,7 @@ def look_up_over(axes: Iterable[str]) -> str:
 
 
 def triangle_of(shape: Sequence[int]) -> str:
-    """Return the `through` of a triangle of this shape (tril, triu), whose rows are counted from its own first one."""
+    """Return the `through` of a mask made by tril or triu of this shape, whose first row is row 0 on each device."""
     return f"a triangle of {shape[-2]} rows and {shape[-1]} columns"
 
 

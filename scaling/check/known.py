@@ -18,7 +18,7 @@ from scaling.spec import Spec
 
 @dataclass
 class HeldMemory:
-    """A storage's content: the type `held` of `keep`, an array in it; `unset` if nothing has been written yet."""
+    """What a storage holds: an array in it, `keep`, has the type `held`; `unset` if nothing was written to it yet."""
 
     keep: Tensor
     held: HeldType

@@ -230,7 +230,7 @@ def view_error(name: str, args: tuple, kwargs: dict, x: HeldType) -> "Illegal | 
 
 
 def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType:
-    """Return the type of arrays joined in a dim; if all split it alike, that dim becomes (array, position) merged."""
+    """Return the type of arrays joined in dim `at`. If all split it alike, it is the merged dim (array, position)."""
     own = [x.dims[at] for x in operands if len(x.dims) == len(found.dims)]
     if any(len(dim) > 1 for dim in own) or len({axes_along(dim) for dim in own}) > 1:
         return found

@@ -102,7 +102,7 @@ def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = 
 
 @as_call
 def all_to_all(line: str, x: Operand, mesh, *, async_op: bool = False) -> Any:
-    """`A[I_X, J] -> A[I, J_X]`: move axes from one dim to another, the minor ones of both. Cotangent: the reverse."""
+    """`A[I_X, J] -> A[I, J_X]`: move axes that are minor in both dims from one to the other. Cotangent: the reverse."""
     return _call(("AllToAll", line, None, "sum"), x, mesh, async_op)
 
 

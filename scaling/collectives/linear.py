@@ -47,7 +47,10 @@ def differentiated(x: Tensor) -> bool:
 
 
 def observed(x: Tensor) -> bool:
-    """Return whether x is `differentiated`, if nothing is being compiled; the judge's mode counts here."""
+    """Return whether autograd, a transform, a tracer or any tensor mode, the judge's included, sees x.
+
+    Nothing may be being compiled.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return in_transform() is not None or type(x) not in PLAIN or (any_modes() > 0 and modes() > 0)

@@ -97,7 +97,7 @@ class AxisSpan:
 
     @property
     def ports(self) -> float:
-        """The bandwidth in links: two for a ring, one for a line; groups that lie between two neighbours share it."""
+        """The bandwidth in links: two for a ring, one for a line; the `stride` groups that interleave share it."""
         return (2 if self.ring else 1) / self.stride
 
     @property

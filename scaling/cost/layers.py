@@ -102,7 +102,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """The slowest: "compute", or the axis whose collectives take longest, in the part that loses most to them."""
+        """The bottleneck: "compute" or a mesh axis, in the part whose communication exceeds its computing most."""
         if self.parts:
             return max(self.parts, key=lambda part: part.comms - part.math).bound
         return "compute" if self.math >= self.comms else max(self.axes, key=lambda axis: axis[1])[0]

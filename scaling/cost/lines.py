@@ -48,7 +48,10 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Shares:
-    """The V of collectives of one kind, each with how often it occurs; a rank sends a share of each, in whole bytes."""
+    """The bytes that a rank sends in collectives of one kind: `terms` has {V: how often it occurs}.
+
+    The rank sends a share of each V, rounded to whole bytes.
+    """
 
     terms: Mapping[tuple[Monomial, Fraction], float]
 

@@ -126,7 +126,10 @@ def num_params(config: Config, active: bool = False) -> int:
 
 
 def visible_pairs(T: int, S: int, window: int | None = None) -> int:
-    """Count the pairs of the last T of S tokens with all that each attends to: TS - T(T-1)/2; at most `window` each."""
+    """Count the (query, key) pairs of the last T of S tokens: TS - T(T-1)/2, or fewer with a `window`.
+
+    Each query attends to itself and to the tokens before it, at most `window` keys in all.
+    """
     hidden = max(0, S - window) if window else 0  # keys hidden from the last query; one less from the one before
     some = min(T, hidden)
     return T * S - T * (T - 1) // 2 - some * hidden + some * (some - 1) // 2

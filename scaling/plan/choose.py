@@ -89,7 +89,7 @@ def choices(
     settings: Settings, ranks: int, chip: Chip, backend: str = "gloo", most: int = OFFERED,
     chosen: Sequence[str] = (),
 ) -> tuple[list[MeshChoice], list[str]]:  # fmt: skip
-    """Return the meshes that the run fits on, the fastest first except for ties; and the others, each with its reason.
+    """Return (the meshes that the run fits on, the fastest first except for ties; the reason against each other mesh).
 
     Args:
         settings: The run's settings.

@@ -33,7 +33,7 @@ def young(save: float, mtbf: float) -> float:
 
 
 def daly(save: float, mtbf: float) -> float:
-    """Return Daly's interval between saves, in seconds; it is M if a save takes twice as long as M."""
+    """Return Daly's interval between saves, in seconds; it is `mtbf` if a save takes at least twice as long as that."""
     if save >= 2 * mtbf:
         return mtbf
     ratio = save / (2 * mtbf)
@@ -42,7 +42,11 @@ def daly(save: float, mtbf: float) -> float:
 
 @dataclass(frozen=True)
 class Failures:
-    """A job under failures: seconds between them (`mtbf`), per save, per restart, between saves; spare hosts."""
+    """A job under failures; times are seconds.
+
+    `mtbf` is the mean between failures, `save` and `restart` the time that one takes, `interval` that between saves,
+    and `spares` the number of spare hosts.
+    """
 
     chips: int
     mtbf: float

@@ -236,7 +236,10 @@ def measured(chip: Chip, sizes: Mapping[str, int], zero: int, shards: Sequence[s
 
 
 def torus_meshes(chip: Chip, chips: int, pods: int, axes: tuple[str, ...], most: tuple[int, ...]) -> Iterator[tuple]:
-    """Yield (sizes, placement) of every mesh of the axes on a slice; of equal sizes, those not worse in all lanes."""
+    """Yield (sizes, placement) of every mesh of the axes on a slice.
+
+    Of placements with equal sizes, one that is no faster than another in any lane is left out.
+    """
     kept: dict[tuple, dict[tuple, Placement]] = {}
     for placed in placements(chip, slice_shape(chip, chips // pods), axes, most):
         sizes = tuple(math.prod(span.size for span in placed.get(axis, ())) for axis in axes)

@@ -221,7 +221,10 @@ def updated(
     params: dict, state: dict, batch: Rollouts, n: int, settings: Settings, asked: Asked, mesh, optimizer, frozen: dict,
     reference: dict | None,
 ) -> tuple[dict, dict, dict[str, Any]]:  # fmt: skip
-    """Make one update on the training mesh; return (params, state, the record of step n)."""
+    """Make one update on the training mesh; return (params, state, the record of step n).
+
+    `frozen` has the params that are not trained, {} if all are. `reference` has the params of the KL term, or None.
+    """
     config, types, lora = settings.model, trained_types(settings, mesh), settings.adapters
     if (age := n - 1 - int(batch.version)) != min(asked.staleness, n - 1):
         what = f"step {n}: its answers are of weights {age} updates old, not of {asked.staleness}"

@@ -84,7 +84,7 @@ class Profile:
         return by_line(self.timelines)
 
     def stragglers(self) -> list[stragglers.Straggler]:
-        """Return the ranks that others wait for and the lines that take their time, the slowest first."""
+        """Return the ranks that others wait for, each with the line at which it is slow, the slowest first."""
         return stragglers.find(self.timelines)
 
     def suggestions(self) -> list[Suggestion]:

@@ -83,7 +83,10 @@ def lateness(seconds: Mapping[Piece, float], others: Sequence[Mapping[Piece, flo
 
 
 def find(timelines: Sequence[RankTimeline]) -> list[Straggler]:
-    """Return the slow ranks, slowest first: slow in each step, or in one; none if nobody waits for them."""
+    """Return the slow ranks, slowest first: those slow in the median step, and those slow in a single step.
+
+    A rank that nobody waits for is not slow.
+    """
     if len(timelines) < 2:
         return []
     own = [[pieces(step) for step in timeline.steps] for timeline in timelines]

@@ -98,7 +98,7 @@ class WeightHalves:
 
 
 def units_of(program: tuple) -> list[list]:
-    """Return a program in order, as lists of what runs as one: an instruction, or weight halves of one stage."""
+    """Split a program into lists of what runs as one: one instruction, or consecutive weight halves of a stage."""
     alike = groupby(program, lambda step: step.stage if isinstance(step, BackwardWeight) else id(step))
     return [list(unit) for _, unit in alike]
 

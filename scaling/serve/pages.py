@@ -66,7 +66,7 @@ class Pool:
         return found
 
     def room(self, besides: Sequence[int] = ()) -> int:
-        """Return how many pages can be taken while `besides` stay: free ones, and cached ones that can be evicted."""
+        """Return how many pages, free or cached, can be taken while the pages `besides` stay."""
         return len(self.free) + self.cached - sum(page not in self.refs for page in besides)
 
     def hold(self, pages: Sequence[int], tick: int) -> None:

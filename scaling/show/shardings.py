@@ -29,7 +29,7 @@ ANSI = (117, 215, 120, 211, 229, 183, 159, 187, 146, 222, 152, 174)
 
 
 def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
-    """Return the groups of devices that hold each block; a group is one replica, which its devices' parts add up to."""
+    """Return {block: its replicas}; a replica is one device, or the devices whose partial sums add up to the block."""
     spec, sizes = parse(spec), mesh_sizes(mesh)
     spec.check_axes(sizes)
     check_drawn(spec, sizes)

@@ -98,7 +98,7 @@ def attention_flops(name: str, args: Sequence) -> int:
 
 
 def counted_step(events: Iterable[Event], between: Between, numbers: Numbers = NUMBERS) -> CountedStep:
-    """Return the count of a step from its typed lines and from what ran between them."""
+    """Return the count of a step from its typed lines and from what ran between them, without its memory."""
     lines: dict[LineKind, Calls] = {}
     typed, attention = Between(), between.calls("attention", numbers)
     for event in events:

@@ -139,7 +139,10 @@ def between(whole: int, a: int, b: int, *sizes: int) -> list[tuple[Fraction, int
 
 
 def primed(whole: int, name: str) -> list[tuple[Fraction, int]]:
-    """Return the samples of a loop whose parts shrink as it grows: its own size if that is small, else two primes."""
+    """Return [(weight, size)] of the sizes at which to trace a loop: its own if that is small, else two primes.
+
+    The parts of such a loop shrink as it grows.
+    """
     if whole <= FEW:
         return [(Fraction(1), whole)]
     first, second = LEAST[name], LEAST[name] + 2

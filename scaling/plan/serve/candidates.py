@@ -272,7 +272,7 @@ def best_batch(one: ServingPlan) -> ServingPlan | None:
         return replace(one, batch=count * multiple)
 
     def last(holds) -> int:
-        """Return the largest count for which `holds` is true, as it then is for all smaller ones; 0 if for none."""
+        """Return the largest count for which `holds` is true, or 0. It must be true for all smaller counts."""
         low, high = 0, 1
         while holds(high):
             low, high = high, 2 * high

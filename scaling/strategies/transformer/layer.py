@@ -194,7 +194,7 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
 
 
 def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
-    """(Out[B_PXE, T_CY, D], None, s) of the residual stream s["mid"]; features over Y."""
+    """(Out[B_PXE, T_CY, D], None, s) of the residual stream s["mid"], with features split over Y."""
     s = activate_features(W, normed_stream(s, s["mid"], W, "norm_mlp", at), at)
     Out = at.einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", s["Act"], W["W_out"])
     Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, at.mesh)  # on the critical path
