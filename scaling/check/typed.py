@@ -141,8 +141,8 @@ class TypedLines(KnownArrays):
     def masked(self, line: str, x: Any, mask: Any, mesh: Any) -> Tensor:
         """Return x where the mask is true, and zeros elsewhere: each device's term of a sum.
 
-        For rows looked up in an array that is split over the sum's axes, the type is certain. For anything else it
-        depends on values, and the line's type is believed.
+        The type is certain for rows looked up in an array that is split over the sum's axes. Otherwise it depends on
+        values, so the type that the line gives is taken to be right.
         """
         self.sizes = dict(mesh.sizes)
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()

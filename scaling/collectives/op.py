@@ -69,7 +69,7 @@ class Op(NamedTuple):
 
     @property
     def ends(self) -> tuple[list[int], list[int]]:
-        """The blocks that this rank sends to by `pairs`, and the blocks that it receives from: one each, or none."""
+        """By `pairs`, ([the block that this rank sends to], [the block that it receives from]); [] for none."""
         to = [target for source, target in self.pairs if source == self.index]
         return to, [source for source, target in self.pairs if target == self.index]
 
@@ -190,7 +190,7 @@ TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # dt
 
 
 def dual(op: Op) -> Op:
-    """Return the transpose (of a sum), which carries cotangents back."""
+    """Return the op that carries cotangents back: the transpose of this op, taken as a sum."""
     pairs = tuple((target, source) for source, target in op.pairs)
     dim, to = (op.to, op.dim) if op.kind == "AllToAll" else (op.dim, op.to)
     back = {"pairs": pairs, "dim": dim, "to": to, "sends": op.receives, "receives": op.sends}

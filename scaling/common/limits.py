@@ -8,9 +8,9 @@ class Limits:
     """The thresholds at which the code of a training step changes.
 
     Attributes:
-        chunk: The most bytes of the loss's float32 logits in memory at a time; more tokens are another chunk.
+        chunk: The most bytes of the loss's float32 logits in memory at a time, for which tokens are cut into chunks.
         small: The most bytes that a layer's shards on a rank may have to be sent in one message.
-        row: The number of squares that are added up in float32; the sums are added in float64.
+        row: The number of squares that are summed in float32 before the partial sums are added in float64.
     """
 
     chunk: int = 1 << 28

@@ -87,9 +87,9 @@ class RopeScaling:
     linear divides every position by `factor`. llama3 makes wavelengths beyond original / low `factor` times as long,
     keeps wavelengths below original / high, and interpolates in between. `original` is the context of earlier training.
     yarn slows planes that turn fewer than `low` times in the original context by `factor`, and keeps planes that turn
-    more than `high` times; rotated dims are multiplied by the factor of `mscale` over the factor of `mscale_all`, by
-    which latent attention multiplies all dims; or rotated dims by `attention`, if given. With `truncate` the ramp
-    between both starts and ends at whole planes.
+    more than `high` times; with `truncate` the ramp between both starts and ends at whole planes. Rotated dims are
+    multiplied by `attention` if it is given, else by s(`mscale`) / s(`mscale_all`) with s(m) = 0.1 m ln(factor) + 1, or
+    by s(1) if one of the two is 0. Latent attention multiplies all dims by s(`mscale_all`).
     longrope divides each plane's frequency by its own number of `short`, or of `long` in a text of more than `original`
     tokens, and multiplies rotated dims by `attention`; None is sqrt(1 + ln(factor) / ln(original)) (Ding et al. 2024,
     arxiv.org/abs/2402.13753).

@@ -46,8 +46,8 @@ class Config:
     `activation` is silu, gelu, gelu_tanh, relu or relu2, its square; None is silu with a gate and gelu without.
     `dropout` is the share of elements that training drops from a block's output to the residual stream (GPT-2's
     resid_pdrop); `attention_dropout`, that of attention's weights, and `embed_dropout`, that of embeddings, are not
-    computed, so a model with either is not trained. With `learned_positions` each place in a text has one of so many
-    vectors, which are added to the embeddings (GPT-2), and no longer text is computed.
+    computed, so a model with either is not trained. With `learned_positions` = n each of a text's first n places
+    has a vector that is added to the embedding (GPT-2), and longer texts are refused.
     `cached` is the number of layers with cached keys and values, if others (`linear` ones) have none; None is all.
     `dtype` is the stored parameters'. `uncomputed` names features that no code here computes; a model with any is only
     counted. `source` is the origin of the numbers. `max_positions` is the longest text that the model was made for,

@@ -151,9 +151,10 @@ def levels_table(chip: Chip) -> list[dict]:
 def data_threshold(chip: Chip, nodes: int | None = None, model_nodes: int = 1, dtype="bf16") -> float:
     """Return the tokens per GPU from which DP or ZeRO over whole nodes is compute-bound (Part 12, "Data Parallelism").
 
-    Between nodes it is C/W_node, times (X - 1)/X for few `nodes`, and divided by `model_nodes` if each replica (TP, PP,
-    EP) spans so many. Gradients move inside nodes and between them at once, and the slower counts: on two nodes of
-    H100s that is 7/8 of C/W of the node, 1925, and not the network's 1237. With `model_nodes=1` a replica is one GPU.
+    Between nodes it is C/W_node, times (X - 1)/X for few `nodes`, and divided by `model_nodes`, the nodes that each
+    replica spans (TP, PP, EP). Gradients move inside nodes and between them at once, and the slower counts: on two
+    nodes of H100s that is 7/8 of C/W of the node, 1925, and not the network's 1237. With `model_nodes=1` a replica is
+    one GPU.
     """
     whole(model_nodes=model_nodes, nodes=nodes or 1)
     alpha = chip.intensity("scale-out", dtype) / model_nodes

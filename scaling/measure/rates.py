@@ -51,9 +51,14 @@ Points = list[tuple[float, float]]  # (bytes, seconds)
 class RankMeasured:
     """The measurements of one rank.
 
-    `flops`: FLOPs/s by dtype; `alone`: of a rank that computes alone; `attention`: in attention. `memory`: bytes/s
-    through memory. `call`: seconds of an operation that does next to nothing. `times`: (amount, seconds) by (operation,
-    ranks). `idle`: the times of collectives while the ranks outside the group stand still.
+    Attributes:
+        flops: FLOPs/s of matmuls by dtype, while all ranks compute.
+        alone: FLOPs/s while the other ranks wait.
+        attention: FLOPs/s of attention.
+        memory: Bytes/s through memory.
+        call: Seconds of an operation that does next to nothing.
+        times: [(amount, seconds)] by (operation, ranks).
+        idle: The same for collectives, while the ranks outside the group stand still.
     """
 
     flops: dict[str, float]

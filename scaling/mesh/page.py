@@ -84,7 +84,7 @@ class SharedPage:
         return self.memory[rank * ROW + FOUND] == 1
 
     def waits(self) -> dict[int, Wait]:
-        """Return where each rank waits that has waited for long."""
+        """Return {rank: the meeting in which it waits} of the ranks that have waited for long."""
         waits = {}
         for rank in range(self.size):
             row = self.memory[rank * ROW + WAITS : rank * ROW + FOUND]

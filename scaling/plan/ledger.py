@@ -22,12 +22,18 @@ from scaling.plan.network import LANES
 class Compute:
     """FLOPs of one microbatch's forward on the fullest stage of a chip, and how well the pipeline is filled.
 
-    `tokens` of the microbatch on the chips of one tensor group; `layers` of the stage; `linear`, `dots`, `head`: FLOPs
-    of its matmuls, of attention, of the unembedding; `again`: the shares of linear and of dots that the backward pass
-    recomputes; `read`: bytes of the stage's weights, which matmuls read from memory. `forward`, `backward`: seconds at
-    the chip's peak, the longer of computing and of reading weights (Part 1). `fill`: the time of the whole step over
-    that of the fullest stage's work, which is 1 / (1 - bubble). `live`: microbatches whose activations the first stage
-    holds.
+    Attributes:
+        tokens: The tokens of the microbatch on the chips of one tensor group.
+        layers: The layers of the stage.
+        linear: FLOPs of its matmuls with weights.
+        dots: FLOPs of its attention.
+        head: FLOPs of the unembedding.
+        again: The shares of `linear` and of `dots` that the backward pass recomputes.
+        read: Bytes of the stage's weights, which matmuls read from memory.
+        forward: Seconds at the chip's peak, the longer of computing and of reading weights (Part 1).
+        backward: The same of the backward pass.
+        fill: The time of the whole step over that of the fullest stage's work, which is 1 / (1 - bubble).
+        live: The number of microbatches whose activations the first stage holds.
     """
 
     tokens: Amount

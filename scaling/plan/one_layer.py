@@ -24,9 +24,13 @@ BEFORE = 6  # layers until each is like the next
 class Operation:
     """One operation of a layer.
 
-    `waits`: the next operation needs it; `hidden`: the share of it that runs behind a matmul, which is the next one if
-    it `feeds` that, or else the one before. An operation that nothing waits for runs behind the layer; if it is
-    `ahead`, the next layer needs it.
+    Attributes:
+        lane: The lane that it occupies.
+        name: Its name in the chart.
+        seconds: How long it takes.
+        waits: Whether the next operation waits for it. Otherwise it runs behind the layer.
+        hidden: The share of it that runs behind a matmul: the next one if it `feeds` that, else the one before.
+        ahead: Whether the next layer needs it, if nothing in this layer waits for it.
     """
 
     lane: str

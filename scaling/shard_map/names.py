@@ -80,8 +80,9 @@ def all_gather(
 ) -> Any:
     """Gather all devices' x, concatenated in dim `axis` (`tiled`), or stacked in a new dim there.
 
-    As in JAX, `to="varying"` types the result varying although all devices hold equal values, and transposes to
-    psum_scatter; `to="invarying"` to each device's slice; `to="reduced"` to the psum_scatter of unreduced cotangents.
+    All devices hold equal values, and `to` says how these are typed, as in JAX. The transpose follows from it: for
+    "varying" it is psum_scatter, for "invarying" each device's slice, and for "reduced" the psum_scatter of unreduced
+    cotangents.
     """
     bound, axes = here("all_gather", axis_name, axis_index_groups)
     if to not in ("varying", "invarying", "reduced"):

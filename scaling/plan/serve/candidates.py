@@ -28,11 +28,11 @@ AS_MUCH = 1 - 1e-6  # the share of the best throughput at which a smaller batch 
 class Service:
     """The request: a model, the dtypes of its weights, KV cache and matmuls, and the lengths of its requests.
 
-    A sequence is counted at its full `context` (prompt and output), as in the book; with `over_time` at the prompt and
-    half of the output, the average that a step reads and that many sequences hold, and int8 caches with their scales.
-    `latency`: the most seconds of a step; `ttft`, `tpot`: the most that may be forecast for the first token and for
-    each further one by `engine`; None for any. `copied`: experts of the config that are stored twice. `headroom`: the
-    share of the memory to fill. `mfu`: the MFU of prefill on TPUs.
+    A sequence is counted at its full `context` (prompt and output), as in the book. With `over_time` it is counted at
+    the prompt and half of the output, its mean length over time, and int8 caches are counted with their scales.
+    `latency`: the most seconds of a step; `ttft`, `tpot`: the most seconds that may be forecast for the first token and
+    for each further one in an `engine`; None sets no limit. `copied`: experts of the config that are stored twice.
+    `headroom`: the share of the memory to fill. `mfu`: the MFU of prefill on TPUs.
     """
 
     config: Config

@@ -29,9 +29,16 @@ ERRORS = {
 class Rates:
     """The time of each kind of work as a multiple of its time at the peak, and the seconds of overheads.
 
-    `weights`, `kv`, `flops`, `sent`: reading weights and caches, FLOPs, bytes sent. Seconds: `layer` and `experts`, the
-    kernels of a layer, and of a layer of experts; `hop`, a collective, for each doubling of its ranks; `apart`, a layer
-    whose sequences are on replicas of attention; `host`, a sequence, on the host.
+    Attributes:
+        weights: The multiple for reading weights.
+        kv: The multiple for reading caches.
+        flops: The multiple for computing.
+        sent: The multiple for sending bytes.
+        layer: Seconds for starting the kernels of a layer.
+        experts: Seconds for starting the further kernels of a layer of experts.
+        hop: Seconds of a collective for each doubling of its ranks.
+        apart: Seconds of a layer if replicas of attention have different sequences.
+        host: Seconds for each sequence on the host.
     """
 
     weights: float
@@ -54,9 +61,9 @@ class EngineDelays:
     """The delays of a prompt in a serving engine.
 
     `queue`: the number of prompts that run before a request's own, as a share of the other requests; 0.5 if all arrive
-    at once. Seconds: `request`, what each request costs besides its prompt; `layer` and `latent`, the kernels of a
-    layer, and of one with latent attention. `error`: the median error of the time to the first token on `rows` measured
-    rows, where it is fitted to the other half of the groups.
+    at once. In seconds, `request` is what each request costs besides its prompt, and `layer` and `latent` what the
+    kernels of a layer cost, without and with latent attention. `error`: the median error of the time to the first token
+    on `rows` measured rows, where it is fitted to the other half of the groups.
     """
 
     queue: float
