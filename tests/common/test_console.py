@@ -39,7 +39,7 @@ BAD = {  # (command, arguments): words of the last line
     (plan, *PLAN[:-1], NINES): "(5,000 characters)' is not a number",
     (plan, *PLAN, "--top", NINES): "(5,000 characters)' is not a whole number",
     (plan, *PLAN, "--mfu", "nan"): "'nan' is not a number from 1e-06 to 1",
-    (guide, "--model", "llama3-8b", "--memory", "1e400GB"): "'1e400GB' is no number with a unit; fix: write it as 24GB",
+    (guide, "--model", "llama3-8b", "--memory", "1e400GB"): "'1e400GB' is no number of bytes; fix: write it as 24GB",
     (measure.main, "--out", "/nonexistent/x.toml"): "cannot write /nonexistent/x.toml: there is no folder /nonexistent",
     (measure.main, "--out", "/"): "cannot write /: is a folder",
     (measure.main, "--chip", "/nonexistent/x.toml"): "/nonexistent/x.toml: cannot be read",

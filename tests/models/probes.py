@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from scaling import serve, tree
+from scaling.book.largest import largest
 from scaling.configs import load
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
@@ -122,7 +123,7 @@ def outcome(table: dict, folder, whole: bool = False) -> tuple[str, str]:
         here = transformer.forward(params, tokens, config=config)
         size = there.abs().max().item() or 1.0  # a LayerNorm of one number is 0
         if config.V == 1:  # a lone logit may be small by chance, beside the terms of which it is the sum
-            size = max(size, params["embed"].norm().item())
+            size = largest((size, params["embed"].norm().item()))
         apart = {"logits": (here - there).abs().max().item() / size / 1e-12}
         if whole:
             apart |= more_apart(model, there.detach(), wanted, biases, config, params, tokens, folder)
@@ -146,8 +147,9 @@ def more_apart(model, there, wanted, biases: list, config, params: dict, tokens,
         model.save_pretrained(folder)
     (folder / "config.json").write_text(table)
     pairs = [*zip(tree.leaves(grads), tree.leaves(hf.load(folder)[1]), strict=True)]
-    largest = max(b.abs().max().item() for _, b in pairs)
-    far = [(a - b).abs().max().item() / max(b.abs().max().item(), 1e-3 * largest) for a, b in pairs]
+    sizes = [b.abs().amax().item() for _, b in pairs]
+    least = 1e-3 * largest(sizes)
+    far = [(a - b).abs().amax().item() / largest((size, least)) for (a, b), size in zip(pairs, sizes, strict=True)]
     hf.save(folder / "out", config, params)
     back = hf.load(folder / "out")[1]
     with wide():
@@ -162,7 +164,8 @@ def more_apart(model, there, wanted, biases: list, config, params: dict, tokens,
         text.append(int(transformer.forward(params, torch.tensor([text]), config=config)[0, -1].argmax()))
     same = all(map(torch.equal, tree.leaves(params), tree.leaves(back)))
     return {
-        "loss": abs(loss.item() / wanted.item() - 1) / 1e-12, "gradients": max(far) / 1e-10, "export": exported / 1e-12,
+        "loss": abs(loss.item() / wanted.item() - 1) / 1e-12, "gradients": largest(far) / 1e-10,
+        "export": exported / 1e-12,
         "class": 2.0 * (written.config.model_type != config.model_type),
         "reload": 2.0 * (not same), "tokens": 2.0 * (serve.generate(params, [text[:7]], config, 4)[0] != text[7:]),
     }  # fmt: skip
