@@ -11,7 +11,7 @@ CONTEXTS = ("llama3", "yarn", "longrope")  # scalings with this key, the context
 
 
 def scaling_of(table: dict, kind: ModelType) -> dict:
-    """Return the table of rotary positions that counts, where a file may have two, or the class's if it has none."""
+    """Return the file's table of rotary positions, the one that counts if it has two; without any, the class's."""
     if not table.get("rope_scaling") and table.get("rope_parameters") is None:
         return dict(kind.rope)
     given = table.get("rope_scaling") or table.get("rope_parameters") or {}

@@ -38,9 +38,10 @@ def training_memory(
 ) -> Memory:  # fmt: skip
     """Return the bytes per chip of a model of `params` parameters, with `activations` bytes in all.
 
-    TP and pipelining divide everything by Y and Z; X divides activations, and with ZeRO stage 1 the optimizer state, 2
-    also the gradients, 3 (FSDP) also the params. Adam: bf16 params 2, gradients 2, two fp32 moments 8 bytes (12 with an
-    fp32 copy of the params). The book's 10 bytes per parameter leave the gradients out: `grad_bytes=0`.
+    TP divides everything by Y, and pipelining by Z. Data parallelism divides the activations by X; ZeRO divides by X
+    also the optimizer state (stage 1), the gradients (2) and the params (3, FSDP). A parameter takes 2 bytes in bf16,
+    its gradient 2, and Adam's two fp32 moments 8, or 12 with an fp32 copy of the params. The book's 10 bytes per
+    parameter leave the gradients out: `grad_bytes=0`.
     """
     positive(params=params)
     whole(X=X, Y=Y, Z=Z)

@@ -275,7 +275,10 @@ class _Files:
         return ScaledSlice(found, self[scale][:], self.blocks, f"{self.folder}: {tensor}") if scale else found
 
     def dtypes(self, layouts: dict, config: Config) -> dict:
-        """Return the dtype of each leaf: the smallest for all of the model's tensors, or for a router's bias."""
+        """Return the dtype of each leaf: the narrowest that holds all of the model's tensors exactly.
+
+        A router's bias has a dtype of its own.
+        """
 
         def holding(layout: FileLayout) -> torch.dtype:
             found = {self[name].get_dtype(): name for name in layout.tensors(config.sizes)}

@@ -121,8 +121,8 @@ def depth(job: Job, l: Layout) -> Amount:
 def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     """Return bytes of one layer's backward pass, recomputation included, at two moments.
 
-    The first is the fullest moment before the deferred gradients are due, the second the fullest one after it: later in
-    the MLP, or in context attention.
+    The first moment is the fullest before the deferred gradients are computed. The second is the fullest after it,
+    later in the MLP or in context attention.
     """
     w, token = job.work, job.act_bytes * c.tokens
     rows = np.where(l.tensor > 1, 2 + 2 / l.tensor, 2)

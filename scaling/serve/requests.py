@@ -123,8 +123,8 @@ def longest_text(config: Config) -> int | None:
 def served_text(config: Config) -> int | None:
     """Return the number of tokens of the longest text that can be served; None means no limit.
 
-    A model with learned positions has one for each token. longrope rotates longer texts by other factors, so all of
-    their cached keys would have to be rotated anew.
+    Learned positions are as many as the model has vectors for. longrope rotates longer texts by other factors, so all
+    of their cached keys would have to be rotated anew.
     """
     return config.learned_positions or (config.rope_scaling.short_texts if config.rope_scaling else None)
 

@@ -111,7 +111,7 @@ def all_to_all(
     """Send block j of dim `split_axis` to device j, and concatenate the received blocks in dim `concat_axis`.
 
     Without `tiled`, `split_axis` has the size of the axes and is dropped, and a new dim is inserted at `concat_axis`.
-    varying -> varying. Transposes to the way back.
+    varying -> varying. The transpose sends everything back.
     """
     bound, axes = here("all_to_all", axis_name, axis_index_groups)
 
@@ -127,7 +127,7 @@ def all_to_all(
 
 
 def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> Any:
-    """Send x from source to target for each pair: varying -> varying. Transposes to the way back.
+    """Send x from source to target for each pair: varying -> varying. The transpose sends it back.
 
     A device that receives nothing has zeros. As in JAX, the mesh's first axis is the major one, however they are named.
     """

@@ -191,7 +191,7 @@ def apart(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[int], list[
 
 
 def one_axis(others: list[Mapping[str, int]], at: Mapping[str, int]) -> set[str]:
-    """Return the axes on which the position `at` differs from the closest one of `others`, the one with fewest."""
+    """Return the axes on which `at` differs from that one of `others` from which it differs on the fewest."""
     differing = [{axis for axis in at if other[axis] != at[axis]} for other in others]
     return min(differing, key=len)
 

@@ -1,4 +1,7 @@
-"""The socket, and the end: rank 0 runs HTTP in the main thread and the engine in another, other ranks the engine."""
+"""Open the socket, and run the server on all ranks until it ends.
+
+Rank 0 runs HTTP in the main thread and the engine in another thread; the other ranks run the engine alone.
+"""
 
 import asyncio
 import contextlib

@@ -110,6 +110,9 @@ def _lines(line: str, inputs: int) -> tuple[bool, str, str, str, str]:
 
 
 def _product(a: Spec, b: Spec, out: Spec) -> Spec:
-    """Return the type of a product with these dims: unreduced as its operands, and over what splits a summed dim."""
+    """Return the type of a product with the dims of `out`.
+
+    It is unreduced over the axes that its operands are unreduced over, and over those that split a summed dim.
+    """
     summed = [axis for dim, axes in a.dims if dim not in out.dim_names for axis in axes]
     return out.with_unreduced(dict.fromkeys([*a.unreduced, *b.unreduced, *summed]))

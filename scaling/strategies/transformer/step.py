@@ -83,8 +83,8 @@ class LeafLines(NamedTuple):
 
     Attributes:
         gather: The line of its weight from the stored to the used type.
-        scatter: The first half of its gradient's way back.
-        total: The second half.
+        scatter: The line that begins to reduce its gradient to the stored type.
+        total: The line that ends it.
         dim: The dim that X alone splits, or -1.
     """
 
