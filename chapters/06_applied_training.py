@@ -280,7 +280,12 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `four, twelve = memory(4), memory(12)` by `four, twelve = memory(1), memory(12)`. With one checkpoint
 #    a layer, how many chips are enough?
+#    Answer: 62: the checkpoints take 5.2 TB in place of 21.0, so all takes 5.9 TB, and 61.9 chips hold that. Four rows
+#    of the table then say DIFFERS.
 # 2. Question: how many tokens a chip does FSDP + TP need for LLaMA-3 8B? Evaluate
 #    `cost.mixed_threshold(L8.F, C, ici(2), ici(1))`. Why is it more than for 70B?
+#    Answer: 227, twice the 113 of 70B: the threshold goes as 1/F, and 8B has half of the F.
 # 3. Flag: run with `--plot ways.svg`. Where is the lowest point of each curve, and which two collectives are equal
 #    there?
+#    Answer: At 5.5 ways for 70B on a pod (0.49), at 11.1 on four pods (0.98) and at 10.7 for 405B (0.51). To the left
+#    FSDP's gathers are the longer, to the right TP's collectives, and at the lowest point both take the same time.

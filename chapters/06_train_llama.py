@@ -177,6 +177,12 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `grads, _ = optim.clip_by_global_norm(grads, transformer.specs(config, mesh), mesh, 1.0)` by `pass`.
 #    The first two losses stay, as AdamW's first step has the same length for any gradient; then the curves part.
+#    Answer: The third loss is 4.85892, and one device's, which still clips, is 4.85780. So the check of the losses
+#    fails.
 # 2. Question: what is the type of the gains of a norm, whose gradients are sums over C and Y as well? Evaluate
 #    `transformer.specs(config, AbstractMesh(mesh_sizes))["layers"]["norm_attn"]`.
+#    Answer: `g[L, D]`: the gains are replicated, so the law of cotangents makes their gradients unreduced over every
+#    axis that splits the tokens, and an AllReduce adds them.
 # 3. Flag: run with `--mesh Z=2,X=2,Y=2`: stages replace the sequence's axis, and the curve stays.
+#    Answer: It is the same: over three steps the largest difference from one device is 9e-08 of the loss, because
+#    stages cut the layers and not the sums.

@@ -220,6 +220,13 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `mixed(LOAD, works, V5E, CHIPS)` by `mixed(LOAD, works, V5E, 2 * CHIPS)`. Which policy gains least?
+#    Answer: Disaggregated: the six requests are done after 0.45 s in place of 0.65, and with the static policy after
+#    0.53 s in place of 0.95. Requests waited least where prefill has chips of its own, and no policy can end long
+#    before the last request has come.
 # 2. Question: how many ms does a step take in which 32 sequences of 4,096 tokens decode beside a prompt of 1,000?
 #    Evaluate `1e3 * serving.mixed(LOAD, [(1, 4096)] * 32 + [(1000, 1000)], V5E, CHIPS).seconds`.
+#    Answer: 47: reading the caches takes 1.6 ms, and the FLOPs of 1,032 tokens the other 45.5.
 # 3. Flag: run with `--plot ttft.svg`. At which share do interleaved and chunked cross?
+#    Answer: About one half. With `--small` the curves lie on each other up to a quarter; the eighth of 16 requests
+#    waits 90.9 ms chunked and 94.5 ms interleaved, and those after it a little longer chunked. The gain of chunks is in
+#    decoding: the 95th percentile of TPOT is 20.5 ms in place of 25.7.

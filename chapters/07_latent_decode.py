@@ -162,5 +162,11 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `O_C / L[..., None]` by `O_C`. By what factor is each head off?
+#    Answer: By the sum of its exponentials, L. The row "S over Z" says NO, and the largest difference is 11 times the
+#    largest element.
 # 2. Question: with how many heads would reading the cache be at an H800's ridge? Evaluate `ridge * N / intensity`.
+#    Answer: 154: the FLOPs for a byte grow with the heads, and DeepSeek-V3's 128 heads give 242 of the 291 that an H800
+#    has.
 # 3. Flag: run with `--mesh Y=4,Z=1`. Which lines send nothing, and how often is the cache stored?
+#    Answer: All four, since they are over Z. The cache is stored four times: a latent belongs to all heads, so Y does
+#    not split it.

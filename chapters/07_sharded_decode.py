@@ -325,6 +325,13 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `heads_batch": (ATTENTION.format(B="B_Z", S="S")` by `heads_batch": (ATTENTION.format(B="B", S="S")`:
 #    the cache's batch is whole, each chip along Z keeps all of it. What is sent instead of the AllToAlls?
+#    Answer: Nothing: each chip along Z has the whole batch, and slices its heads from the cache (lines 2 and 4). Only
+#    the AllReduce is left, so the check of two AllToAlls and an AllReduce fails. The price is memory, because each chip
+#    along Z keeps a copy of the cache.
 # 2. Question: up to which Y does HBM bind a step of 8 tokens in int8 of LLaMA-3 405B (F = 53,248)? Evaluate
 #    `decoding.bandwidth_limit(53248, 8, W, ici_bw, weights="int8")`.
+#    Answer: 365: F / B = 6,656, over 2 as a weight has one byte and an activation two, and over 9.1, the ratio of the
+#    bandwidths.
 # 3. Flag: run with `--mesh Y=4,Z=1`. Which collectives are left?
+#    Answer: AllGather and AllReduce in all forms, and the ReduceScatter of `2d`. The AllToAlls of `heads_batch` and the
+#    ReduceScatter of `sequence` are over Z, and are gone.

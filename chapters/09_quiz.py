@@ -287,5 +287,11 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `op.groups != mine` by `op.groups == mine`: then partial sums of activations pass for gradients.
+#    Answer: Only 2 of the 40 traces are read rightly, and both checks fail. With tensor parallelism the reduce-scatter
+#    of an activation is taken for that of a gradient, so X gets the groups of Y. Without it `mine` is empty, and no
+#    gradient is found.
 # 2. Question: on how many devices did Question 1 run at least? Evaluate `len(members) * (members[1] - members[0])`.
+#    Answer: 128: a group has eight members, which are 16 apart.
 # 3. Flag: run with `--seed 2`, and cover the screen below the trace: which two facts decide?
+#    Answer: Between the first four dots nothing is sent, so no dim that is contracted there is split. The all-reduces
+#    at the end have the shapes of the weights, over groups of two: data parallelism on X=2.

@@ -204,6 +204,13 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `cotangent = cotangent / Y` by `cotangent = cotangent * 1`. Which form fails, why by Y - 1 times its
 #    gradients, and which row of the law of cotangents (notation.md) says so?
+#    Answer: The AllReduce form, one way and both ways, whose gradients differ by 3.0 times their largest element. The
+#    row of replicated arrays says that their cotangent is unreduced: the terms of the four devices add up to it. Four
+#    whole cotangents add up to Y times the gradients, which is off by Y - 1 = 3 times.
 # 2. Question: from which F on are all hops of the AllGather form hidden, one way? Evaluate
 #    `n * V5E.flops() / V5E.need("link_bw")`; `tests/benchmarks/collective_matmul.py` times all forms on a paced wire.
+#    Answer: 17,511: a hop sends 2 B D / Y bytes while the device computes 2 B (D/Y) (F/Y) FLOPs, so F has to be Y C /
+#    W, and B and D cancel.
 # 3. Flag: run with `--mesh Y=3`. Both ways at once there is one hop: what does it hide?
+#    Answer: It brings the shards of both neighbours while the device multiplies its own, so a third of the product
+#    hides all communication if the product is long enough. The other two thirds send nothing.

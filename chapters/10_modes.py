@@ -291,6 +291,11 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `hidden[B_X, F_Y]` by `hidden[B_X, F]`. Which transfer is saved?
+#    Answer: The AllReduce over Y, and both slices: three lines are left. Each device along Y now computes the whole
+#    hidden array, so the FLOPs are Y times as many.
 # 2. Question: how many bytes would each device send to make the product whole on all of them? Evaluate
 #    `lowered["Out[B, F]"].wire_bytes`.
+#    Answer: 131,072: 16,384 in a ReduceScatter over Y, and 114,688 in an AllGather over X and Y.
 # 3. Flag: run with `--mesh X=4,Y=1`. Which lines are left?
+#    Answer: AllGather_X of the weights in the forward pass, and with it ReduceScatter_X of their gradients in the
+#    backward. All lines over Y are gone, because each device has whole activations.

@@ -264,6 +264,13 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `torch.roll(x, 5, dims=0) - x` by `torch.roll(x, 128, dims=0) - x`, the rows of a shard. What is the
 #    result, and why does no neighbour's row appear?
+#    Answer: Zero: a roll by all 128 rows of a shard brings each row back to its own place. Inside of shard_map `roll`
+#    sees only the rows of one device, so no neighbour's row can appear, and the check of a roll by 5 says NO.
 # 2. Question: how many rows does a device hold at most in `ragged`, by chunks? Evaluate
 #    `n * WAYS["ragged"]["chunk"] * k`. When does it hold as many?
+#    Answer: 64: a chunk of 8 tokens of each of 4 devices, with two choices each. It holds as many when all of these
+#    choices are experts of this device.
 # 3. Flag: run with `--mesh Y=2`. Which bytes of Question 2.3 change, and which way is now the cheaper for "top 2"?
+#    Answer: All of them: for "top 2" the gathered way sends 3,840 bytes in place of 11,520, ragged 3,904 in place of
+#    5,408, and at once 3,888. Gathering is now the cheapest, since there is only one other device and most rows go to
+#    it anyway.

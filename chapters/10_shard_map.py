@@ -204,6 +204,12 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `psum(x, ("X", "Y"))` by `psum(x, "X")`. Why is it not refused now, and what does it return?
+#    Answer: Because x varies over X alone, a sum over X is over values of one type. It returns the sum of all devices'
+#    shards, which is invariant over X. So nothing is refused, and the check that it is says FAILED.
 # 2. Question: how often does the collective matmul send to its neighbour, forward and backward? Evaluate
 #    `sent["collective matmul"].count("CollectivePermute over Y")`.
-# 3. Flag: run with `--mesh X=1,Y=4`. Which collectives disappear from the list, and which become more?
+#    Answer: Twice: one hop forward and one backward, as Y = 2.
+# 3. Flag: run with `--mesh X=1,Y=4`. Which collectives become more, and which send nothing any more?
+#    Answer: The CollectivePermutes over Y, six in place of two, one for each hop in both passes, and the AllReduces
+#    over X, four in place of two. The collectives over X stay in the list, but along an axis of size 1 they send
+#    nothing.

@@ -65,5 +65,8 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `({1, 2} if` by `({12} if`: with `--small` Part 12 alone runs. How many of its numbers are errata?
+#    Answer: 12 of 136, and 102 agree.
 # 2. Question: which part has the most errata? Evaluate `max(sums, key=lambda n: sums[n][VERDICTS.index("erratum")])`.
+#    Answer: With `--small`, which runs Parts 1 and 2, it is Part 2, with two.
 # 3. Flag: run with `--parts 4`. How many numbers does Part 4 have?
+#    Answer: 39: 24 agree, 3 are roundings, 3 errata, and 9 are ours alone.
