@@ -131,9 +131,8 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
     module.__file__ = path
     judge = Judge(report)
     judge.run, judge.files = path, {real_path(name): name for name in (*files, path)}
-    with nothing_outside(path), watching(judge):
+    with nothing_outside(path), watching(judge), modules_beside(str(Path(path).resolve().parent)):
         kept = sys.modules.get("__main__")
-        sys.path.insert(0, str(Path(path).resolve().parent))
         try:
             program = ast.parse(text)
             strategy = any(isinstance(node, ast.Assign) and _assigns(node, "SPECS") for node in program.body)
@@ -142,10 +141,25 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
         except TimeoutError:
             report.unjudged.append((path, f"it did not end within {SECONDS} seconds"))
         finally:
-            sys.path.pop(0)
             if kept is not None:
                 sys.modules["__main__"] = kept
     return report
+
+
+@contextlib.contextmanager
+def modules_beside(folder: str) -> Iterator[None]:
+    """Import from this folder first, and forget its modules at the end: another folder's may have the same names."""
+    before = {*sys.modules}
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.pop(0)
+        for name in sys.modules.keys() - before:
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            installed = "site-packages" in file or name.split(".")[0] == "scaling"
+            if file.startswith(os.path.join(folder, "")) and not installed:
+                del sys.modules[name]
 
 
 def _assigns(node: ast.Assign, name: str) -> bool:

@@ -200,6 +200,18 @@ from scaling.collectives import all_gather, shard
 
 
 @pytest.mark.slow
+def test_a_module_of_one_name_in_two_folders_is_each_folders_own(tmp_path):
+    run = 'from helper import f\nfrom scaling import launch\nlaunch.run(f, {"X": 2})\n'
+    head = "import torch\nfrom scaling.collectives import shard\n\ndef f(mesh):\n    x = shard("
+    head += '"x[B, D] -> x[B_X, D]", torch.ones(4, 8), mesh)\n'
+    for folder, line in (("right", "x.softmax(1)"), ("wrong", "x.softmax(0)")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper.py").write_text(f"{head}    {line}\n")
+        (tmp_path / folder / "run.py").write_text(run)
+    found = [judge_file(tmp_path / folder / "run.py").findings for folder in ("right", "wrong", "right")]
+    assert [[finding.rule for finding in each] for each in found] == [[], ["split"], []]
+
+
 def test_a_file_that_ends_its_process_ends_the_judging(tmp_path):
     head = "import torch\nfrom scaling.collectives import all_gather\n"
     for name, first in ("ends.py", "__import__('os')._exit(3)"), ("right.py", ""):
