@@ -2,8 +2,8 @@
 
     from scaling import Mesh, all_gather, derive, einsum, parse, run
 
-Whatever stands here is loaded when it is first used, so that `import scaling` takes no time and loads no torch. The
-rooms of the package are to be had as they are, too: `scaling.optim`, `scaling.strategies`, `scaling.trace` ...
+These names are loaded when they are first used, so that `import scaling` takes no time and loads no torch. The
+subpackages can be used directly, too: `scaling.optim`, `scaling.strategies`, `scaling.trace` ...
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Run a chapter as a notebook, in a kernel (the `notebook` extra), and write the cells with their output if wanted.
 
-python -m scaling.book.notebook chapters/01_roofline.py --out 01_roofline.ipynb CHAPTER="--small" python -m
-scaling.book.notebook chapters/03_collectives.py
+python -m scaling.book.notebook chapters/01_roofline.py --out 01_roofline.ipynb
+CHAPTER="--small" python -m scaling.book.notebook chapters/03_collectives.py
 """
 
 import sys

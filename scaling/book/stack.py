@@ -1,8 +1,9 @@
 """The stages of a program on its way to the machine (Part 9): torch's layers, where JAX has StableHLO, HLO and LLO.
 
-dispatched(f, x)    eager: the operations in the order in which they run graph(f, x)         make_fx: the operations as
-a graph, not run; `listing` writes it as XLA writes its own joint(f, x)         AOTAutograd: two graphs, forward and
-backward, with the values saved between them generated(f, x)     inductor: the code that it writes for this machine
+dispatched(f, x)    eager: the operations in the order in which they run
+graph(f, x)         make_fx: the operations as a graph, not run; `listing` writes it as XLA writes its own
+joint(f, x)         AOTAutograd: two graphs, forward and backward, with the values saved between them
+generated(f, x)     inductor: the code that it writes for this machine
 """
 
 import re

@@ -69,8 +69,7 @@ class Config:
     with gains of each head (Command R+); with `qk_turned` it norms rotated queries and keys (Hunyuan). With a
     `local_theta` layers with a window rotate by this base, without `rope_scaling` (Gemma 3). Scores and logits are kept
     within `score_cap` and `logit_cap` by tanh (Gemma 2). With `sinks` each head has a score of a key without a value
-    (GPT-OSS). With
-    `head_gate` a head's result is multiplied by a sigmoid of the token (Qwen3-Next).
+    (GPT-OSS). With `head_gate` a head's result is multiplied by a sigmoid of the token (Qwen3-Next).
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 Each mesh that is offered was counted by the run's own step, and fits: its bytes, FLOPs and memory are the dry run's,
 its seconds their price on the chip. On a machine whose chip file was measured (`scaling.measure`) that is every mesh of
-so many ranks that the model and the batch allow; on a chip of the catalogue the first ones in the order of
+these ranks that the model and the batch allow. On a chip of the catalogue it is the first ones in the order of
 `scaling.plan`, which evaluates thousands of meshes by formula.
 """
 
