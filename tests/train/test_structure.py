@@ -45,7 +45,9 @@ def drawn(kind: str, seed: int) -> tuple:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.sweep) for n in (2, 3, 4))]
+)
 def test_a_drawn_job_is_counted_as_its_own_step(kind, seed, monkeypatch):
     given = drawn(kind, seed)
     wanted, depths = count(*given), programs.traced_depths
