@@ -250,9 +250,10 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
 
 
 def key_of(x: Tensor) -> tuple[int, ...]:
-    """Return a key that differs from other operands' as long as x is not changed; () for a tensor without memory.
+    """Return a key that identifies x and its values, and changes when x is changed; () for a tensor without memory.
 
-    Since addresses are reused, the memory keeps the time at which it was first asked about.
+    An address alone would not do, because freed memory is reused. So the key also has the time at which this function
+    first saw the memory.
     """
     try:
         first = x.untyped_storage().__dict__.setdefault("_first_seen", time_ns())

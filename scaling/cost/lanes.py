@@ -111,7 +111,7 @@ class AxisSpan:
 
 
 def join_spans(spans: Sequence[AxisSpan]) -> tuple[AxisSpan, ...]:
-    """Return the spans of several mesh axes as one axis: two parts of a torus axis join to the whole of it."""
+    """Join the spans of several mesh axes: two parts of the same torus axis become one span, the whole axis."""
     found: dict[int, AxisSpan] = {}
     for span in spans:
         if (other := found.get(span.torus)) is None:

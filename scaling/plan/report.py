@@ -59,7 +59,7 @@ def families(found: Found) -> Iterator[Estimate]:
 
 
 def bound_by(found: Estimate) -> str:
-    """Return what binds the bound: computing, or an axis's collectives."""
+    """Return what limits the bound: computing, or an axis's collectives."""
     bound = found.cost.bound
     return "compute" if bound == "compute" else f"{AXIS_WORDS[bound]} collectives"
 

@@ -99,9 +99,8 @@ def init_cache(
         mesh: The mesh, or None for one device.
         dtype: The dtype of keys and values. torch.int8 and torch.float8_e4m3fn store them with one scale for each token
             and head. None takes the dtype of the params that first fill the cache; until then its zeros take no memory.
-        page: If given, the cache is a pool of pages with this number of tokens. The table "pages" gives each row enough
-        of them
-            for `length`.
+        page: If given, the cache is a pool of pages with this number of tokens. The table "pages" gives each row
+            enough of them for `length`.
         form: How the cache is sharded, one of `serve.types.FORMS`.
 
     Raises:

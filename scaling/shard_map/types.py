@@ -235,7 +235,10 @@ class Checks(TorchFunctionMode):
             raise
 
     def derivative(self, func, name: str, args, kwargs):
-        """Call torch.autograd.grad or jvp's _make_dual: a tangent has its value's type, a cotangent the dual one."""
+        """Check types and call torch.autograd.grad, or `_make_dual`, which torch.func.jvp calls.
+
+        A tangent must have the type of its value. A cotangent must have the dual type: reduced for an unreduced value.
+        """
         forward = name == "_make_dual"
         given = args[1] if forward else kwargs.get("grad_outputs", args[2] if len(args) > 2 else None)
         values, given = (optree.tree_leaves(each) for each in (args[0], given))

@@ -198,7 +198,7 @@ def is_learned(message: Any) -> bool:
 def kept_spans(
     messages: Sequence[Mapping[str, Any]], learned: Sequence[bool], spans: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the spans of the answers that count, where a template's spans are in the order of the answers.
+    """Return the spans of the answers that count in the loss, given the spans that a template marked, in order.
 
     Raises:
         ValueError: Some answers do not count, and the template does not mark each answer once.
