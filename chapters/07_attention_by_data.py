@@ -145,6 +145,6 @@ page.end()
 # 2. Question: how many rows does an expert get of 16,384 tokens? Evaluate `16384 * V3.k / V3.E`.
 #    Answer: 512 on average: each token goes to 8 of 256 experts.
 # 3. Flag: run with `--mesh E=1,Y=4`. All ranks have the same requests: what does "experts" still save?
-#    Answer: The AllReduce after the experts: both forms reduce the attention's output, but `experts` then gathers its
-#    result with half of the bytes sent. Its AllReduces have 12,416 bytes and its AllGathers 24,576; those of `heads`
-#    have 20,480 and 16,384.
+#    Answer: The AllReduce after the experts. Both forms reduce the attention's output, but `experts` ends with an
+#    AllGather, which sends half as many bytes as an AllReduce. Its AllReduces have 12,416 bytes and its AllGathers
+#    24,576; those of `heads` have 20,480 and 16,384.

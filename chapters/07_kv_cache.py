@@ -259,5 +259,5 @@ page.end()
 #    `total("naive", 0, 32) / total("cached", 0, 32)`.
 #    Answer: 16.5: naive sampling computes 1 + 2 + ... + n rows, and n rows are enough; the ratio is (n + 1) / 2.
 # 3. Flag: run with `--plot cache.svg`. At how many tokens does naive attention overtake naive products with weights?
-#    Answer: Beyond the figure: at its end, 32 tokens, attention has 5.9e6 FLOPs and the products 1.04e8. They grow as
-#    512 n^3 / 3 and as 196,608 n^2 / 2, and are equal at about 575 tokens.
+#    Answer: Beyond the figure, at about 575 tokens: attention grows as 512 n^3 / 3 FLOPs and the products as 196,608
+#    n^2 / 2. At 32 tokens, where `--small` ends, they are 5.9e6 and 1.04e8.

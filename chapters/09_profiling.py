@@ -315,5 +315,5 @@ page.end()
 #    Answer: 8,192: the rows fill one tile, and the columns two, of 4,096 bytes each.
 # 3. Flag: run with `--mesh Y=4`: products a half as long, collectives longer, and three ranks that wait for one. With
 #    `python -m scaling.profile DIR chapters/05_dp.py` a chapter writes DIR/trace.json, for ui.perfetto.dev.
-#    Answer: The page names rank 3, as before by the line before which it sleeps, and each of the others waits for it
-#    about 30 ms. A rank's products have 8.4e6 and 3.4e7 FLOPs, half of those with two ranks.
+#    Answer: The page names rank 3 and the line before which it sleeps, and the others wait for it about 30 ms. A rank's
+#    products have 8.4e6 and 3.4e7 FLOPs, half of those with two ranks.

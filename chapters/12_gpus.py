@@ -166,8 +166,8 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `(cost.matmul(B, 4096, 8192, B200.flops()` by `(cost.matmul(B, 4096, 8192, H200.flops()`. With an
 #    H200's FLOPs/s and a B200's memory, what binds 512 rows?
-#    Answer: Compute, as before: 512 rows have 431 FLOPs for a byte, and the corner of this mixed roof is at 124. The
-#    product takes 34.7 us in place of 15.3.
+#    Answer: Compute, as before: 512 rows have 431 FLOPs for a byte, and the corner of this mixed roof is at 124, which
+#    is 990e12 / 8e12. The product takes 34.7 us in place of 15.3.
 # 2. Question: from how many rows on is fp16[B, 4096] x fp16[4096, 8192] compute-bound on a B200, exactly? Evaluate
 #    `cost.critical_batch(B200.flops(), B200.hbm_bw, 4096, 8192)`.
 #    Answer: 314, more than the ridge of 281, because the rows and the result are read and written as well.
