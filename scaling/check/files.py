@@ -70,7 +70,7 @@ def check_source(text: str, file: str = "<source>", strict: bool = False) -> lis
 
 
 def _check_texts(texts: dict[str, str], own: set[str], lines_only: bool = False) -> tuple[Judgement, dict[str, list]]:
-    """Check texts, {path: text}, as `check_files` does; the library's programs judge the texts of `own`."""
+    """Check {path: text} as `check_files` does. Texts whose paths are in `own` are run by the library's programs."""
     report, calls = Judgement(), {}
     for path, text in texts.items():
         found, places = check_lines(text, path)

@@ -288,7 +288,7 @@ def rope_scaling(path: Path, fields: dict, table: dict, frequencies: numpy.ndarr
 
 
 def _llama3(path: Path, given: numpy.ndarray, table: dict) -> dict:
-    """Return the rope_scaling whose factors of the frequencies are these. ValueError if none is known."""
+    """Return the rope_scaling that gives the file's factors of frequencies. ValueError if no known one does."""
     f = table["rope_theta"] ** (-numpy.arange(0, table["head_dim"], 2) / table["head_dim"])
     for factor, low, high, original in SCALINGS:
         if numpy.allclose(given, f / RopeScaling("llama3", factor, low, high, original).slowed(f)):
