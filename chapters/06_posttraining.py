@@ -179,8 +179,9 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `weights = loop.pushed(params, settings, meshes)` by `weights = weights if step > 1 else
-#    loop.pushed(params, settings, meshes)`, so that the serving mesh keeps the first weights. Which column shows it?
+# 1. Edit: replace `weights = loop.pushed(params, settings, meshes)` by
+#    `weights = weights if step > 1 else loop.pushed(params, settings, meshes)`, so that
+#    the serving mesh keeps the first weights. Which column shows it?
 #    Answer: The largest gap: it is 3e-15 in the first step and 2 to 3 afterwards, because the answers come from other
 #    weights than those that are trained. With `--small` the reward stays near 0.1; without the edit it rises to 0.90.
 # 2. Question: how many GB does a serving rank receive? Evaluate `round(sums[1] / 1e9, 2)`.

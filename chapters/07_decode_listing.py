@@ -177,8 +177,8 @@ page.end()
 #    Answer: Those of the ranks with Z=0, whose queries begin at place 0. On the others the mask hides the keys of the
 #    ranks before, and A differs by more than its largest element. The cache is right, because keys and values do not
 #    depend on the mask.
-# 2. Question: how many ways may the sequence of LLaMA-3 8B be split on v5e? Evaluate `2 * (2 * 4096 * 40 * 128 + 3 *
-#    4096 * 14336) * 9e10 / (4 * 8 * 128 * 1.97e14)`.
+# 2. Question: how many ways may the sequence of LLaMA-3 8B be split on v5e? Evaluate
+#    `2 * (2 * 4096 * 40 * 128 + 3 * 4096 * 14336) * 9e10 / (4 * 8 * 128 * 1.97e14)`.
 #    Answer: 48: fewer than for 70B, because the layer is smaller and has as many KV heads.
 # 3. Flag: run with `--mesh Y=4,Z=1`. Which lines send nothing any more?
 #    Answer: The two AllToAlls of the decode step and the gathers of K and V in prefill, all over Z. The AllReduces
