@@ -280,8 +280,8 @@ page.end()
 #    Answer: By the column "became 0", those with a scale for each row or for a part of one. With `fp8-row` 0.16% of the
 #    values become 0 in place of 0.68%, and with `int8-128` 28% in place of 39%, because a large value no longer shares
 #    its scale with small ones. `fp8-tensor` has one scale for all and hardly gains: 4.8% in place of 5.1%.
-# 2. Question: what share of its bytes in bfloat16 does LLaMA-3 70B's W_in take in NVFP4? Evaluate `parse("W[D, F]
-#    {Q_D}").nbytes(sizes, ONE, "nvfp4") / (2 * 8192 * 28672)`.
+# 2. Question: what share of its bytes in bfloat16 does LLaMA-3 70B's W_in take in NVFP4? Evaluate
+#    `parse("W[D, F] {Q_D}").nbytes(sizes, ONE, "nvfp4") / (2 * 8192 * 28672)`.
 #    Answer: 0.281: 4 bits, and a scale of 8 bits for 16 values, are 4.5 of 16 bits.
 # 3. Flag: run with `--mesh X=1`. Which of the lines still send something?
 #    Answer: None: all ten lines are left with their V, and the column of what is sent is empty. The formats still

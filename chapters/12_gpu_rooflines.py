@@ -219,8 +219,8 @@ page.end()
 #    how many tokens does its DP need in a node?
 #    Answer: 4,950, which is 990e12 / 200e9. The book's 3,300 takes 300 GB/s, so the row DIFFERS, and so does the batch
 #    of 2048 H800s, with 10.1M tokens in place of 6.8M.
-# 2. Question: how wide must an expert be for EP over 4 nodes of H100s with k = 8? Evaluate `gpu.expert_min_width(32, 8,
-#    H100)`.
+# 2. Question: how wide must an expert be for EP over 4 nodes of H100s with k = 8? Evaluate
+#    `gpu.expert_min_width(32, 8, H100)`.
 #    Answer: 7,425, which is 2,475 (Z - 8) / k: of Z = 32 GPUs, 24 are outside of a token's node.
 # 3. Flag: run with `--plot dp.svg`. How far apart are the lines of a B200 in a node and across nodes?
 #    Answer: A factor of 2.25: in a node it needs 2,500 tokens a GPU, and across nodes 5,625. On two log axes the lines
