@@ -1,7 +1,7 @@
 """The fullest memory of a chip: params, gradients, optimizer state, activations, and buffers (Parts 4 to 6).
 
-The fullest moment is one of a few: in the backward pass, the moment of the last layer, when all activations are live;
-that of the layer before, when gradients are live as well; that of the first; the loss; and the end of a step. Stages
+The fullest moment is one of five: the loss; in the backward pass the last layer, when all activations are live, the
+layer before it, when gradients are live as well, and the first layer; and the end of the step. Stages
 store the embedding and unembedding together, and each gathers its own (strategies.transformer.stages). The tests
 compare this with the bytes that an abstract mesh counts for the book's stack and for a Transformer whose params are
 whole. The memory of a run of `scaling.train` is counted by its own step (`train.dry`).

@@ -167,7 +167,7 @@ def cache_specs(
 
 
 def cache_type(config: Config, name: str, rows: str, times: str, heads: str = "K_Y") -> str:
-    """Return the type of "KV" or of its "scale"; a latent is one tensor, of one head that all ranks have."""
+    """Return the type of "KV" or of its "scale". Latents are one tensor with one head, whole on every rank."""
     lead, heads, width = ("I", "J", "M") if config.latent else ("2", heads, "H")
     return f"{name}[{lead}, L, {rows}, {times}, {heads}{', ' + width if name == 'KV' else ''}]"
 

@@ -226,7 +226,7 @@ def exchanged(
 ) -> Tensor:
     """O[B, T_C, N, H]: each rank attends over the whole sequence, for its heads.
 
-    With fewer KV heads than ranks, or K that does not divide, each KV head is copied until they do (`copied_heads`).
+    If the ranks do not divide K, each KV head is copied until the copies divide over the ranks (`copied_heads`).
 
     Args:
         Q: The queries, Q[B, T_CY, N, H].
