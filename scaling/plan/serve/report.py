@@ -85,7 +85,10 @@ def goals_text(goals: Sequence[Deployment]) -> str:
         times = _ms(one.ttft), _ms(one.tpot), f"{one.requests:,.1f}", f"{one.per_chip:,.1f}"
         rows.append((prompts, decode, f"{one.decode.batch:,}", one.chips, *times))
     head = ["prompts", "decoding", "batch", "chips", "TTFT ms", "TPOT ms", "requests/s", "tokens/s\na chip"]
-    return "In time, as forecast, the best first:\n" + table(rows, head) + "\n\n" if goals else ""
+    if not goals:
+        return ""
+    below = "What follows describes the one whose prompts run between steps.\n\n" if goals[0].prompts else ""
+    return "In time, as forecast, the best first:\n" + table(rows, head) + "\n\n" + below
 
 
 def goal_dict(one: Deployment) -> dict:
