@@ -18,7 +18,10 @@ from scaling.spec import Spec
 
 @dataclass
 class HeldMemory:
-    """What a storage holds: an array in it, `keep`, has the type `held`; `unset` if nothing was written to it yet."""
+    """A storage and its type.
+
+    The array `keep` in it has the type `held`; `unset` is true if nothing was written to it yet.
+    """
 
     keep: Tensor
     held: HeldType

@@ -69,7 +69,7 @@ class Op(NamedTuple):
 
     @property
     def ends(self) -> tuple[list[int], list[int]]:
-        """By `pairs`, ([the block that this rank sends to], [the block that it receives from]); [] for none."""
+        """The blocks of `pairs`: ([the one that this rank sends to], [the one that it receives from]); [] for none."""
         to = [target for source, target in self.pairs if source == self.index]
         return to, [source for source, target in self.pairs if target == self.index]
 
