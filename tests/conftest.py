@@ -195,6 +195,13 @@ def pytest_collection_finish(session):
     gc.enable()
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """What a module's tests leave, such as caches, is not looked through again either."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(config, items):
     """What runs on ranks is slow. What is marked sweep, or runs a chapter, runs only if its mark is asked for."""
     for item in items:

@@ -182,7 +182,7 @@ def test_a_step_sees_its_own_batch_and_nothing_where_nothing_counts():
     assert not any(g.any() for g in tree.leaves(grads))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore")  # of torch's own code
 def test_compiled_as_one_graph():

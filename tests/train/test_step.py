@@ -112,7 +112,7 @@ def test_a_compiled_step_is_one_graph_and_learns_the_same(ranks):
         assert largest(off(whole, wanted).values()) < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(("config", "options"), [
