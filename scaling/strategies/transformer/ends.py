@@ -155,8 +155,9 @@ def chunked_loss(
             db = None if db is None or dlogits is None else db.add_(dlogits.sum(0))
         del dlogits  # before the next chunk's are made
     loss = loss.to(torch.promote_types(x.dtype, torch.float32))
-    found = {"embed" if tied else "unembed": dU, "b_unembed": db if dU is not None else None}
-    dW = {name: each.to(x.dtype) for name, each in found.items() if each is not None}
+    dW = {} if dU is None else {"embed" if tied else "unembed": dU.to(x.dtype)}
+    if dW and db is not None:
+        dW["b_unembed"] = db.to(x.dtype)
     return loss, None if dx is None else dx.view_as(x), dW
 
 
