@@ -8,7 +8,7 @@ exist at a time. Positions are known in advance, so tiles that the mask hides al
 (segments) are data, and hide more. Results are float32 or wider; `merge_attended` joins them over different keys.
 
 The passes are one differentiable function, `Attention.apply(keys, Q, K, V, segments)`: autograd and torch.func run them
-on plain tensors, and see neither collectives nor tiles. Only its first derivative, in reverse, is defined.
+on plain tensors, and see neither collectives nor tiles. Second derivatives are not defined.
 """
 
 import math
@@ -23,10 +23,12 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives import wait
-from scaling.models.tiles import LATER, Mask, Ranges, capped, fused, written
+from scaling.models.tiles import LATER, Mask, Ranges, capped, fused, tangent, written
 from scaling.spec import parse
 
 TILE = 1024  # queries, and keys, that are computed at a time
+OTHERWISE = """
+  fix: differentiate once; on one device models.attention.dot_product_attention has all derivatives"""
 Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and None
 
 
@@ -59,6 +61,22 @@ def backward(
         dKV = keys.follow(dKV, hop)
     dK, dV = wait(dKV).to(K.dtype)
     return dQ.to(Q.dtype), dK, dV
+
+
+def jvp(
+    tQ: Tensor, tK: Tensor, tV: Tensor, t_sinks: Tensor | None, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor,
+    segments: Tensor | None, sinks: Tensor | None, keys: Any,
+) -> tuple[Tensor]:  # fmt: skip
+    """Return (tO,), the tangent of O; each block of keys and values arrives with its tangent."""
+    A: Any = None
+    m: Any = None
+    arriving = (keys.around(segments, torch.stack(pair)) for pair in ([K, V], [tK, tV]))
+    for (here, KV), (_, tKV) in zip(*arriving, strict=True):
+        a, b = block_jvp(tQ, tKV, lse, Q, KV, here)
+        A, m = add(A, a), add(m, b)
+    if sinks is not None and t_sinks is not None:
+        m = m + (sinks - lse).exp() * t_sinks
+    return ((A - m[..., None] * O).to(Q.dtype),)
 
 
 class KeyBlock(NamedTuple):
@@ -191,6 +209,21 @@ def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, bl
         return _joined(dq, q), torch.stack([_joined(dk, k), _joined(dv, v)])
 
 
+def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
+    """Return (A[B, T, N, H], m[B, T, N]) of this block, or Nones. With both summed over all blocks, tO = A - m O."""
+    if not block.pairs:
+        return None, None
+    with _traced("tO = tQ * KV", Q, block, matmuls=5):
+        tq, denominators, q = _in_parts(block.parts(block.rows, Q.device), KV, tQ, lse, Q)
+        tk, tv, k, v = _in_parts(block.parts(block.columns, Q.device), KV, *tKV, *KV)
+        A, m = [None] * len(q), [None] * len(q)
+        for i, j, hidden in block.tiles(Q.device):
+            tangents = tq[i], tk[j], tv[j]
+            tile = tangent(*tangents, q[i], k[j], v[j], denominators[i], hidden, block.scale, block.cap)
+            A[i], m[i] = map(add, (A[i], m[i]), tile)
+        return _joined(A, q), _joined(m, denominators)
+
+
 def _in_parts(parts: Sequence[range], KV: Tensor, *arrays: Tensor) -> list[Any]:
     """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider, for each part of the positions.
 
@@ -223,6 +256,7 @@ class Attention(torch.autograd.Function):
         """Save the operands and results."""
         ctx.keys, *operands = inputs
         ctx.save_for_backward(*output, *operands)
+        ctx.save_for_forward(*output, *operands)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
@@ -233,23 +267,53 @@ class Attention(torch.autograd.Function):
         if sinks is not None:
             delta = (dO * O).to(lse.dtype).sum(-1)
             dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
-        return None, *Once.apply(ctx.keys, dO, *ctx.saved_tensors), None, dsinks
+        return None, *Once.apply(backward, ctx.keys, dO, *ctx.saved_tensors), None, dsinks
+
+    @staticmethod
+    def jvp(ctx, _keys, tQ, tK, tV, _segments, t_sinks):
+        """Return the tangent of O."""
+        return *Once.apply(jvp, ctx.keys, tQ, tK, tV, t_sinks, *ctx.saved_tensors), None
+
+    @staticmethod
+    def vmap(info, in_dims, keys, *operands):
+        """Fold the mapped dim into B, which sinks do not have."""
+        if operands[-1] is not None:
+            raise NotImplementedError("attention block by block with sinks has no vmap" + OTHERWISE)
+        return _batched(info, in_dims[1:], lambda *folded: Attention.apply(keys, *folded), operands)
 
 
 class Once(torch.autograd.Function):
-    """`backward(*operands, keys=keys)`, opaque to autograd and without a derivative."""
+    """`fn(*operands, keys=keys)`, with B as the first dim of all operands, opaque to autograd."""
 
     @staticmethod
-    def forward(keys, *operands):
-        """Return the gradients of Q, K and V."""
-        return backward(*operands, keys=keys)
+    def forward(fn, keys, *operands):
+        """Return fn's derivatives."""
+        return fn(*operands, keys=keys)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Save nothing, since there is no derivative."""
+        pass
 
     @staticmethod
     def backward(ctx, *_):
         """Refuse a second derivative."""
-        what, other = "the second derivative of attention block by block", "models.attention.dot_product_attention"
-        raise NotImplementedError(f"{what} is not defined\n  fix: differentiate once, or on one device by {other}")
+        raise NotImplementedError("the second derivative of attention block by block is not defined" + OTHERWISE)
+
+    @staticmethod
+    def vmap(info, in_dims, fn, keys, *operands):
+        """Fold the mapped dim into B."""
+        return _batched(info, in_dims[2:], lambda *folded: Once.apply(fn, keys, *folded), operands)
+
+
+def _batched(info, in_dims, apply, operands):
+    """Call `apply` with the mapped dim folded into B, and unfold its results."""
+    n = info.batch_size
+
+    def folded(x, dim):
+        if x is None:
+            return None
+        return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    results = apply(*map(folded, operands, in_dims))
+    return tuple(x.unflatten(0, (n, -1)) for x in results), (0,) * len(results)

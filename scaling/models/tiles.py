@@ -1,11 +1,11 @@
-"""One tile of attention on one device: its mask, forward and backward (Part 4, Appendix A).
+"""One tile of attention on one device: its mask, forward, backward and tangent (Part 4, Appendix A).
 
     q[B, K, G, T, H], k[B, K, 1, S, H], v[B, K, 1, S, H] -> O[B, K, G, T, H], lse[B, K, G, T]
 
 G = N/K query heads share a key. `hidden` is True where a query must not see a key, of shape [T, S] or [B, 1, 1, T, S];
 or LATER, which hides the keys after each query; or None. `lse` is the log of the softmax's denominator, -inf (with
-O = 0) for a query that sees no key here. In `backward`, lse and O belong to the whole row, and this tile is a part of
-it: P = exp(scores - lse).
+O = 0) for a query that sees no key here. In `backward` and `tangent`, lse and O belong to the whole row, and this tile
+is a part of it: P = exp(scores - lse).
 
 `fused` is torch's flash attention on CPUs, which stores no T x S scores and also takes float64. `written` computes the
 tile by matmuls, on any device.
@@ -96,6 +96,15 @@ def _written_backward(dO, q, k, v, O, lse, hidden, scale, cap=None):
     dS = P * (_scores(dO, v, 1.0) - delta) * scale
     dS = dS if cap is None else dS * (1 - (scores / cap).square())
     return _times(dS, k), _over_queries(dS, q), _over_queries(P, dO)
+
+
+def tangent(tq, tk, tv, q, k, v, lse, hidden, scale, cap=None):
+    """Return (A, m) = (sum_j P_ij (tS_ij v_j + tv_j), sum_j P_ij tS_ij); the tangent of the output is A - m O."""
+    scores = _scores(q, k, scale, cap)
+    P = (_masked(scores, hidden) - lse[..., None]).exp()
+    tS = _scores(tq, k, scale) + _scores(q, tk, scale)
+    PtS = P * (tS if cap is None else tS * (1 - (scores / cap).square()))
+    return _times(PtS, v) + _times(P, tv), PtS.sum(-1)
 
 
 def _for_flash(q, k, v, hidden):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from machine import on_ranks
 from problems import close, drawn, on_one_device, pulled
-from torch.func import jvp, vjp
+from torch.func import jvp, linearize, vjp, vmap
 
 from scaling import tree
 from scaling.mesh import AbstractMesh, Mesh
@@ -89,7 +89,7 @@ CASES = {
 
 @pytest.mark.parametrize(("mesh", "cases"), CASES.values(), ids=CASES)
 def test_equal_to_dense(mesh, cases):
-    """O, dQ, dK and dV, by torch.func or by autograd: K < C, K that does not divide C, a window shorter
+    """O, dQ, dK and dV, by torch.func or by autograd, and a tangent: K < C, K that does not divide C, a window shorter
     than a block, documents, both kinds of heads and masks."""
     for by, (form, axis, heads, options) in zip(itertools.cycle((vjp, tape)), cases):
         operands, dO, segments = arrays(heads)
@@ -104,6 +104,12 @@ def test_equal_to_dense(mesh, cases):
         one = partial(dense, segments=segments, **options)
         operands, types = [*operands, *sinks], [type_] * 3 + ["s[N]"] * len(sinks)
         close(pulled(f, mesh, operands, types, type_, dO, by), on_one_device(one, operands, dO), 1e-11)
+        if mesh.size() < 4:
+            tangents = drawn(*(x.shape for x in operands), seed=2)
+            given = (tuple(tree.shard(each, types, mesh)) for each in (operands, tangents))
+            with warnings.catch_warnings(action="ignore"):  # of torch's own code
+                found, wanted = jvp(f, *given)[1], jvp(one, tuple(operands), tuple(tangents))[1]
+            close(tree.unshard(found, type_, mesh), wanted, 1e-11)
 
 
 def test_tiles_and_kernels(monkeypatch):
@@ -135,22 +141,21 @@ def test_rounding_does_not_grow_with_the_ring(ranks):
     assert (four < 1.5 * one).all(), (one, four)
 
 
-def test_other_derivatives_are_refused():
+def test_vmap_and_second_derivatives():
     (Q, K, V), dO, _ = arrays("N=K")
 
-    def f(Q):
-        return context.attention(Q, K, V, Mesh({"C": 1}))
+    def gradient(Q):
+        return vjp(lambda Q: context.attention(Q, K, V, Mesh({"C": 1})), Q)[1](dO)[0]
 
+    torch.testing.assert_close(vmap(gradient)(torch.stack([Q, -Q])), torch.stack([gradient(Q), gradient(-Q)]))
     with pytest.raises(NotImplementedError, match="second derivative"):
-        vjp(lambda Q: vjp(f, Q)[1](dO)[0], Q)[1](dO)
-    with warnings.catch_warnings(action="ignore"), pytest.raises(RuntimeError, match="jvp"):  # of torch's own code
-        jvp(f, (Q,), (Q,))
+        vjp(gradient, Q)[1](dO)
 
 
 @pytest.mark.compile
 @on_ranks({"C": 2})
-def test_attention_compiled(mesh):
-    """One graph of a step by torch.func is the same run eagerly."""
+def test_compiled_and_linearized(mesh):
+    """One graph of a step by torch.func, and linearize, are the same run eagerly."""
     torch._dynamo.reset()
     operands, dO, segments = arrays("G=2")
     *shards, dO = (x.chunk(2, 1)[mesh.rank].clone() for x in (*operands, dO))
@@ -162,7 +167,8 @@ def test_attention_compiled(mesh):
 
     with warnings.catch_warnings(action="ignore"):  # of torch's own code
         got = torch.compile(step, backend="aot_eager", fullgraph=True)(dO, *shards)
-    close(got, step(dO, *shards))
+        linear, tangent = linearize(f, *shards)[1](*shards), jvp(f, tuple(shards), tuple(shards))[1]
+    close((*got, linear), (*step(dO, *shards), tangent))
 
 
 @pytest.mark.parametrize("causal", [True, False])

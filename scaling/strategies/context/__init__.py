@@ -55,8 +55,8 @@ def attention(
 ) -> torch.Tensor:
     """O[B, T_C, N, H] of Q[B, T_C, N, H], K[B, T_C, K, H] and V[B, T_C, K, H]: softmax(Q K^T scale) V over all of T.
 
-    K divides N: G = N/K query heads share a KV head. The result is differentiable once, in reverse, by autograd and
-    torch.func, on a Mesh, on one rank and, with meta tensors, on an AbstractMesh.
+    K divides N: G = N/K query heads share a KV head. The result is differentiable once, by autograd and torch.func, on
+    a Mesh, on one rank and, with meta tensors, on an AbstractMesh.
 
     Args:
         Q: The queries of this rank's tokens, in plain order, or for zigzag in zig-zag order (`to_zigzag`).
@@ -116,7 +116,7 @@ def _number(mesh, *setting) -> int:
 
 
 def _in_graph(number: int, Q, K, V, segments, sinks) -> torch.Tensor:
-    """Compute one call of a compiled graph, which cannot hold what a mesh holds: it would have to be inlined."""
+    """Compute one call of a compiled graph; inlined, its Functions would be refused, because they have a jvp."""
     return _attention(Q, K, V, segments, sinks, *_numbered[number])
 
 
