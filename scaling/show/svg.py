@@ -38,7 +38,7 @@ ROW, LEFT, ACROSS, LETTER = 22, 64, 800, 6.1  # a time line: row, names of rows,
 def document(parts: Iterable[str], width: float, height: float, title: str = "", style: str = "") -> str:
     """Return an SVG of parts in a drawing of this size, under its title, with an edge around it."""
     above = EDGE + TITLE * bool(title)
-    size = f"{width + 2 * EDGE:.0f}", f"{height + EDGE + above:.0f}"
+    size = f"{max(width, 1.5 * LETTER * len(title)) + 2 * EDGE:.0f}", f"{height + EDGE + above:.0f}"
     return (
         f'<svg class="drawn" xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
         f'viewBox="0 0 {size[0]} {size[1]}"><style>{STYLE}{style}</style>{HATCH}'
@@ -132,7 +132,7 @@ class _Picture:
 
     def __init__(self, drawing: Drawing, line: str, frame: LineFrame):
         self.drawing, self.parts = drawing, list[str]()
-        self.width = self.height = 0.0
+        self.width, self.height = 1.3 * LETTER * len(line), 0.0  # its letters have size 13
         self.parts += [_words(0, 12, line)] if line else []
         x, below = 0.0, 24.0 * bool(line)
         for spec in frame.read:
