@@ -119,7 +119,7 @@ def test_an_svg_plays_each_frame_and_a_slider_stops_it(tmp_path, capsys):
         if box.get("x"):
             assert float(box.get("x", 0)) + float(box.get("width", 0)) <= width
             assert float(box.get("y", 0)) + float(box.get("height", 0)) <= height
-    width, lines = float(tree.get("width")), [each.text for each in tree.iter("{http://www.w3.org/2000/svg}text")]
+    lines = [str(each.text) for each in tree.iter("{http://www.w3.org/2000/svg}text")]
     assert width > 7.8 * max(len(line) for line in lines if line.startswith("("))  # of size 13: "(1/7) ..."
     assert 'max="6"' in svg.player(frames, mesh)
     assert main(["chapters/05_dp.py", "--mesh", "X=4", "--plot", str(tmp_path / "dp.svg")]) == 0
