@@ -106,6 +106,7 @@ MESHES = {
     "specs({'Y': 3}, 'heads')": "K=2 KV heads over Y=3", "specs({'Y': 8}, 'heads')": "N=4 query heads",
     "specs({'X': 2}, 'heads')": "X splits nothing", "specs({'Y': 2}, 'rows')": "unknown form",
     "specs({'E': 2}, 'heads')": "the model has none", "specs({'Y': 2}, 'experts')": "of a model without",
+    "specs({'Y': 4}, 'heads', CONFIG.with_(qk_norm=True, qk_wide=True))": "fix: choose Y among divisors of K",
     "specs({'X': 2}, '2d', LATENT)": "no latent attention", "empty(mesh=Z2)": "does not divide",
     "empty(page=4, mesh=Z2, form='sequence')": "which a cache in pages cannot do",
     "filled(TOKENS.to('meta'), empty(mesh=Y2), mesh=Y2)": "fix: tree.shard(params, serve.specs",

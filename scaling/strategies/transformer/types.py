@@ -171,17 +171,17 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             "  rule: kernels of attention take heads of one width, to which values are padded\n"
             "  fix: give a value of at most nope + rope"
         )
+    check_divided(config, Y, [*wanted, ("E", config.E, E, "experts")])
+
+
+def check_divided(config: Config, Y: int, wanted: Sequence[tuple[str, int, int, str]]) -> None:
+    """Raise a ShardingError unless heads split over Y, and each (dim, size, blocks, noun) into its blocks."""
     if (config.qk_wide or config.qk_layernorm) and config.K % Y:
         raise ShardingError(
             f"{config.name}: K={config.K} KV heads over Y={Y}\n"
             "  rule: its norms have gains of each head, and every rank along Y has whole heads"
             "\n  fix: choose Y among divisors of K"
         )
-    check_divided(config, Y, [*wanted, ("E", config.E, E, "experts")])
-
-
-def check_divided(config: Config, Y: int, wanted: Sequence[tuple[str, int, int, str]]) -> None:
-    """Raise a ShardingError unless heads split over Y, and each (dim, size, blocks, noun) into its blocks."""
     if config.K % Y and Y % config.K:
         raise ShardingError(
             f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
