@@ -229,7 +229,8 @@ def matrices_of(config: Config) -> dict:
             return ""
         dims = [part.split("_")[0].strip() for part in leaf.trained.split("[")[1].rstrip("]").split(",")]
         outputs = [dim for dim in dims if dim not in "LGEl" and dim not in leaf.start]
-        return f"{' '.join(leaf.start)} -> {' '.join(outputs or ['E'])}"  # the router's outputs are the experts
+        outputs = outputs or [dim for dim in dims if dim == "E"]  # the router's outputs are the experts
+        return f"{' '.join(leaf.start)} -> {' '.join(outputs)}" if outputs else ""
 
     def each(table: dict) -> dict:
         return {name: each(leaf) if isinstance(leaf, dict) else named(leaf) for name, leaf in table.items()}

@@ -12,6 +12,7 @@ follows from the seed, the step and the answer's index, so all pairs of meshes g
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -245,18 +246,23 @@ def updated(
         what = f"step {n}: the tokens' shares of the loss add up to {float(total):g}, not to 1"
         raise ValueError(f"{what}\n  fix: report this; no option leads to it")
     sums = torch.promote_types(next(iter(tree.leaves(params))).dtype, torch.float32)
+    scale = float(state.get("scale", 1.0))
     given = {"microbatches": settings.microbatches, "remat": settings.remat, "sums": sums, "lora": lora, "mean": False}
+    given |= {"scale": scale, "context": settings.context}
     _, grads = transformer.loss_and_grads(frozen | params, tokens, targets, config, mesh, weights=-slope, **given)
     norm = optim.global_norm(grads, types, mesh)
-    guards.check_finite(loss, norm, grads, types, mesh, n)
+    if scale <= 1 or not math.isfinite(loss.item()):
+        guards.check_finite(loss, norm, grads, types, mesh, n)
+    finite = {"finite": math.isfinite(norm.item())} if "scale" in state else {}
     clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
-    params, state = optimizer.update(clipped, state, params, donate=True)
+    params, state = optimizer.update(clipped, state, params, donate=True, **finite)
     whole = tree.unshard(logprobs, present("p[B_PXE, T_C]", mesh), mesh)
     lengths = batch.mask.sum(1).double()
     ended = torch.isin(batch.targets, torch.tensor(asked.ends, device=mesh.device)) & batch.mask
     record = {"step": n, "loss": loss.item(), "reward": batch.rewards.mean().item(), "grad_norm": norm.item()}
     record |= {"age": age, "length": lengths.mean().item(), "ended": ended.any(1).double().mean().item()}
     record |= {"kl": kl.item()} if reference is not None else {}
+    record |= {"loss_scale": scale} if "scale" in state else {}
     return params, state, record | losses.gap(whole, batch.old, A, batch.mask, asked.clip)
 
 

@@ -51,7 +51,7 @@ class Batches:
     def __post_init__(self):
         if self.sequences < 1:
             raise ValueError(
-                f"{self.last - self.first:,} tokens hold no sequence of {self.length} and its next token\n"
+                f"{max(0, self.last - self.first):,} tokens hold no sequence of {self.length} and its next token\n"
                 "  fix: give more text, or a shorter --seq"
             )
 
@@ -110,6 +110,14 @@ class Mixture:
 
     sources: tuple[Batches, ...]
     weights: tuple[float, ...]
+
+    def __post_init__(self):
+        if (least := min(self.weights)) * ROUND < (total := sum(self.weights)):
+            raise ValueError(
+                f"--data: the weight {least:g} of {total:g} is less than 1 in {ROUND:,} sequences\n"
+                f"  rule: every {ROUND:,} sequences hold a whole number from each source\n"
+                "  fix: give it a greater weight, or leave it out"
+            )
 
     @cached_property
     def turns(self) -> list[tuple[int, int]]:

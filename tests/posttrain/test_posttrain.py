@@ -1,6 +1,7 @@
 """The loop of GRPO on pairs of meshes, compared with a plain loop on one device; what is bad input, by its line."""
 
 import contextlib
+import json
 import math
 import multiprocessing as mp
 import os
@@ -55,6 +56,24 @@ def test_ten_steps_are_those_of_a_plain_loop(folder, meshes):
     assert all(record["gap_max"] < 1e-12 for record in records("run") if not record["age"])
     if staleness:
         assert any(record["clipped_high"] + record["clipped_low"] > 0 for record in records("run"))
+
+
+@pytest.mark.slow
+def test_linear_layers_over_context_and_scaled_losses_learn_as_one_device(folder):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "linear_conv_kernel_dim": 4}
+    heads |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    sizes = {"hidden_size": 16, "vocab_size": 256, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "intermediate_size": 16}
+    Path("config.json").write_text(
+        json.dumps({"model_type": "qwen3_next", "full_attention_interval": 2} | heads | sizes)
+    )
+    line = f"{STEP} --model config.json --steps 2"
+    assert run(f"{line} --out one") == run(f"{line} --out two --train-mesh C=2") == 0
+    assert run(f"{STEP} --steps 1 --out whole") == run(f"{STEP} --steps 1 --out half --dtype fp16") == 0
+    for out, other, rounding in (("one", "two", 1e-10), ("whole", "half", 0.02)):
+        found, wanted = ([record["grad_norm"] for record in records(each)] for each in (other, out))
+        assert found == pytest.approx(wanted, rel=rounding)
 
 
 @pytest.mark.slow

@@ -181,6 +181,9 @@ def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():
         assert counts == pytest.approx([len(some) * share for share in (0.5, 0.3, 0.2)], abs=off)
     assert len(set(found)) == len(found)
     assert mixture.at(70)[0][3, 0] // 1_000_000 == found[73][0]
+    assert {*Mixture(sources, (998, 1, 1)).turns} >= {(1, 0), (2, 0)}
+    with pytest.raises(ValueError, match=r"the weight 1 of 1001 is less than 1 in 1,000 sequences"):
+        Mixture(sources, (998, 2, 1))
 
 
 def test_text_beside_rows_of_ids_is_said_to_be_unread():

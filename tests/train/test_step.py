@@ -143,7 +143,7 @@ def test_what_is_no_graph_is_refused_by_name():
     (MODEL, {"X": 1}, {"dtype": "bf16", "remat": "matmuls"}),
     (MODEL.with_(L=3, tied=True), {"X": 1}, {"dtype": "fp32", "remat": "block", "microbatches": 2}),
     (MODEL, {"C": 2}, {"dtype": "fp32", "remat": "attention"}),
-    (EXPERTS, {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
+    (EXPERTS.with_(shared=1, shared_gate=True), {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
     (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
     (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
     (MODEL.with_(tied=True), {"X": 2, "Y": 2}, {"dtype": "fp64", "zero": 1, "optimizer": "muon", "microbatches": 2}),
