@@ -28,6 +28,7 @@ from scaling.spec import parse
 CONFIG, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 Place = tuple[str, str]  # the stack and the name of a matrix
 # Options of PEFT that are not computed here, each with the value by which a file does not ask for it.
+MERGE = "merge it into the model by PEFT's merge_and_unload, and give the merged folder"  # a fix
 REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     "lora_bias": False, "fan_in_fan_out": False, "layer_replication": None, "target_parameters": None,
@@ -87,7 +88,7 @@ def load(folder: "str | Path", config: Config) -> tuple[Lora, dict]:
         raise ValueError(
             f"{folder / CONFIG}: {', '.join(asked)}: not computed here\n"
             "  rule: an adapter is W + s A B, of one rank on every layer, without biases\n"
-            "  fix: merge it into the model by PEFT's merge_and_unload, and give the merged folder"
+            f"  fix: {MERGE}"
         )
     tensors = safetensors().torch.load_file(folder / FILE)
     layouts = _layouts(config, MATRICES)
@@ -124,7 +125,7 @@ def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, ba
     """Write whole adapters as a PEFT folder; `base` is the name or the folder of the model that they adapt."""
     folder, tensors = Path(folder), {}
     layouts = _layouts(config, lora.on)
-    _check_plain(layouts, config)
+    _check_plain(layouts, config, "export without --adapters, which merges them into the weights")
     seen: Counter = Counter()
     for (stack, name), part, key in _keys(layouts, config):
         layout = layouts[stack, name]
@@ -154,12 +155,12 @@ def _is_plain(layout: FileLayout) -> bool:
     return not layout.joined and not layout.order and layout.parts == 1 and len(layout.groups) == 2
 
 
-def _check_plain(layouts: Mapping[Place, FileLayout], config: Config) -> None:
-    """Raise a ValueError unless all layouts are plain."""
+def _check_plain(layouts: Mapping[Place, FileLayout], config: Config, fix: str = MERGE) -> None:
+    """Raise a ValueError, which ends with `fix`, unless all layouts are plain."""
     if not all(map(_is_plain, layouts.values())):
         raise ValueError(
             f"{config.name}: adapters of {config.model_type}, whose files have params joined or in another order, are "
-            "not computed here\n  fix: merge the adapter by PEFT's merge_and_unload, and give the merged folder"
+            f"not computed here\n  fix: {fix}"
         )
 
 

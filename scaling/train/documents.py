@@ -115,6 +115,11 @@ class Reader:
         """
         learned = [is_learned(message) for message in messages]
         if self.template is None:
+            if given.get("tools") or any(isinstance(each, Mapping) and each.get("tool_calls") for each in messages):
+                raise ValueError(
+                    "tools and their calls are written by a chat template, and none is used\n"
+                    "  fix: give --tokenizer with a model's that has one, or write them into the messages' content"
+                )
             return self.plain_chat(messages)
         text, spans = self.template.spans(messages, **given)
         spans = kept_spans(messages, learned, spans)

@@ -95,6 +95,8 @@ def test_what_cannot_be_read_is_named():
         ("a.jsonl", b"{}\n", "a.jsonl, line 1: a line is"),
         ("a.jsonl", b'{"text": "x"}\nnonsense\n', "a.jsonl, line 2: Expecting value"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: a message is"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}\n', "line 1: tools and"),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}\n', "line 1: tools and"),
         ("a.jsonl", b"\xff\xfe", "a.jsonl: not UTF-8"),
         ("a.npy", b"not an array", "a.npy: cannot be read"),
         ("a.npy", array_file([3, -1, 5]), "a.npy: holds the id -1"),
