@@ -229,7 +229,7 @@ def move(
         target_mesh: The mesh that receives it.
         form: The form of the cache on the source.
         target_form: Its form on the target, by default the same.
-        length: The room of a row on the target, by default the source's.
+        length: The room of a row on the target, by default the source's, or a little more where that does not divide.
         page: Tokens of a page, if the target's cache is in pages.
 
     Raises:
@@ -254,7 +254,7 @@ def move(
         return None
     held, quantized = own or map(int, info[:2])
     rows, used = len(info) - 2, int(info[2:].max())
-    S = held if length is None else length
+    S = held + -held % (target_mesh.sizes.get("Z", 1) if to == "sequence" else 1) if length is None else length
     S = S if page is None else -(-S // page) * page
     if used > S:
         raise ValueError(f"length={S} has no room for the longest row, of {used} tokens\n  fix: give a greater length")

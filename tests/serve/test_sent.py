@@ -60,7 +60,7 @@ def placed(config, dtype, mesh, form, page, length=S):
 def test_every_pair_of_types(mesh):
     """TensorRT-LLM#6507, sglang PR#15674, #19086, vllm#14952, prefill and decode under other degrees: pages whose dims
     are read in another order, copies of a head counted twice, ranks that wait for ever. Each to more room than it
-    had."""
+    had, or as much as divides."""
     held = 2 * 2 * B * max(LENGTHS) * 2 * 8  # of the places below the longest row, one copy
     meshes = {}
     for config, (sizes, form, page, dtype), (to_sizes, to, to_page, length) in PAIRS:
@@ -69,7 +69,8 @@ def test_every_pair_of_types(mesh):
         a, b = meshes[0, str(sizes)], meshes[4, str(to_sizes)]
         cache = placed(config, dtype, a, form, page) if a.member else None
         with trace() as log:
-            new = serve.move(cache, config, a, b, form=form, target_form=to, page=to_page, length=length)
+            room = None if (page, to) == (3, "sequence") else length  # 9 places, which become 12 over Z=4
+            new = serve.move(cache, config, a, b, form=form, target_form=to, page=to_page, length=room)
         wanted = placed(config, dtype, b, to, to_page, length) if b.member else {}
         assert (new or {}).keys() == wanted.keys()
         for name, x in wanted.items():
