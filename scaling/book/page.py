@@ -159,7 +159,7 @@ class Page:
     def answers(self, answers: Sequence[Answer], agreeing: bool = True) -> None:
         """Print the book's answers and ours; an answer that differs fails the chapter.
 
-        With `agreeing=False` those that agree are only counted, where the chapter shows their numbers in a table.
+        With `agreeing=False` answers that agree are only counted, where the chapter shows their numbers in a table.
         """
         self.given += answers
         shown = [answer for answer in answers if agreeing or answer.verdict != "agrees"]

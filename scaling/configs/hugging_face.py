@@ -188,7 +188,7 @@ def _experts(found: dict, read: dict, kind: ModelType) -> list[str]:
 
 
 def _dense_layers(read: dict, L: int) -> list[int]:
-    """Return the layers without experts, by the keys with which classes mix them with those that have experts."""
+    """Return the layers without experts, by the keys with which classes mix both kinds."""
     if "mlp_layer_types" in read:
         types = read["mlp_layer_types"] or ["dense"] + ["sparse"] * (L - 1)
         if len(types) < L:

@@ -36,8 +36,8 @@ DIED, RAISED, LATE, LEFT = range(4)  # the order of blame: each may cause the la
 class Failure(NamedTuple):
     """A rank's failure. Of several, the smallest tuple is the cause: the least `blame`, then the first.
 
-    `blame`: the rank DIED, RAISED an error of its own, timed out while it waited (LATE), or was LEFT by another rank.
-    `when` is in seconds of time.monotonic(). `what` includes the traceback. `exception` is the error's class, and
+    `blame`: the rank DIED, RAISED an error that it caused, timed out while it waited (LATE), or was LEFT by another
+    rank. `when` is in seconds of time.monotonic(). `what` includes the traceback. `exception` is the error's class, and
     `line` is "file:line" of the program's innermost line outside of scaling and torch.
     """
 

@@ -127,7 +127,7 @@ def _call(mesh, repeats: int) -> float:
 def matmuls(mesh, dtype: str, repeats: int, shapes: Sequence) -> tuple[float, Points]:
     """Measure the six products of a layer.
 
-    Returns (FLOPs/s of a rank, [(bytes of a product, its seconds beyond those of its FLOPs)]).
+    Returns (FLOPs/s of a rank, [(bytes of a product, its seconds beyond the time of its FLOPs)]).
     """
     rows = []
     for B, D, F_ in shapes:

@@ -27,8 +27,8 @@ from scaling.spec import parse
 
 CONFIG, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 Place = tuple[str, str]  # the stack and the name of a matrix
-# Options of PEFT that are not computed here, each with the value by which a file does not ask for it.
 MERGE = "merge it into the model by PEFT's merge_and_unload, and give the merged folder"  # a fix
+# Options of PEFT that are not computed here, each with the value by which a file does not ask for it.
 REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     "lora_bias": False, "fan_in_fan_out": False, "layer_replication": None, "target_parameters": None,

@@ -101,7 +101,7 @@ class KeyBlock(NamedTuple):
         return self.mask.pairs(self.rows, self.columns)
 
     def kernel(self, device: torch.device):
-        """Return the kernel: the CPU's flash attention, of which the meta device has the shapes, or matmuls."""
+        """Return the kernel: the CPU's flash attention, which the meta device has too, or matmuls."""
         if device.type == "meta":
             return fused
         return capped(self.cap) if self.cap is not None else fused if device.type == "cpu" else written

@@ -277,7 +277,7 @@ class _Files:
     def dtypes(self, layouts: dict, config: Config) -> dict:
         """Return the dtype of each leaf: the narrowest that holds all of the model's tensors exactly.
 
-        A router's bias has a dtype of its own.
+        A router's bias may have another dtype.
         """
 
         def holding(layout: FileLayout) -> torch.dtype:

@@ -265,10 +265,10 @@ def normed_backward(W: dict, name: str, x: Tensor, r: Any, dy: Tensor, config: C
         return dy, {}
     given, wide = of_norm(x, gain, config)
     dx, dgain = gained_norm_vjp(given, wide, r, dy.to(given.dtype))
-    bias = {f"b_{name}": dy.flatten(0, -2).sum(0)} if f"b_{name}" in W else {}
-    return (centered(dx) if config.centered else dx).to(x.dtype), (
-        {name: dgain.to(gain.dtype)} if name in W else {}
-    ) | bias
+    dW = {name: dgain.to(gain.dtype)} if name in W else {}
+    if f"b_{name}" in W:
+        dW[f"b_{name}"] = dy.flatten(0, -2).sum(0)
+    return (centered(dx) if config.centered else dx).to(x.dtype), dW
 
 
 def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:

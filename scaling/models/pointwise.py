@@ -7,8 +7,6 @@ any function.
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import compress, count
-from operator import attrgetter
 from typing import Any, cast
 
 import optree
@@ -29,7 +27,6 @@ FUNCTIONS: dict[str, tuple[Callable, Callable]] = {  # x -> y, and (dy, x) -> dx
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")),
     "silu": (F.silu, torch.ops.aten.silu_backward),
 }
-KIND = attrgetter("shape", "dtype", "device")
 EPS = 1e-6  # added to the mean square in RMSNorm
 
 
@@ -143,10 +140,13 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
     if torch.compiler.is_compiling():
         return torch.func.vjp(f, *primals)  # pyright: ignore[reportReturnType]
     inputs, structure = optree.tree_flatten(cast(Any, primals))
-    kinds = [*map(KIND, inputs)]  # `pull` keeps no input that the tape does not keep
-    floats, edges = [*compress(count(), map(Tensor.is_floating_point, inputs))], []
+    kinds, entering, edges = [], {}, []  # `pull` keeps no input that the tape does not keep
+    for i, x in enumerate(inputs):
+        kinds.append((x.shape, x.dtype, x.device))
+        if x.is_floating_point():
+            entering[i] = x
     with torch.enable_grad():
-        entered = _Enter.apply(torch.empty(0, requires_grad=True), *map(inputs.__getitem__, floats))
+        entered, floats = _Enter.apply(torch.empty(0, requires_grad=True), *entering.values()), [*entering]
         for i, x in zip(floats, entered, strict=True):
             inputs[i] = x
             edges.append(GradientEdge(x.grad_fn, x.output_nr))
@@ -155,17 +155,17 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
 
     def pull(cotangents) -> tuple:
         found = tape_gradients(results, edges, tree.leaves(cotangents))
-        grads = dict(zip(floats, found, strict=True))
+        known, grads = dict(zip(floats, found, strict=True)), []
         for i, (shape, dtype, device) in enumerate(kinds):
-            if grads.get(i) is None:
-                grads[i] = torch.zeros(shape, dtype=dtype, device=device)
-        return cast(tuple, structure.unflatten(map(grads.__getitem__, range(len(kinds)))))
+            d = known.get(i)
+            grads.append(torch.zeros(shape, dtype=dtype, device=device) if d is None else d)
+        return cast(tuple, structure.unflatten(grads))
 
     return tree.map(Tensor.detach, out), pull
 
 
 class _Enter(torch.autograd.Function):
-    """The start of a tape: its inputs as they are, which the tape does not keep as it would keep its leaves."""
+    """The start of a tape. It returns its inputs, and the tape does not keep them, as it would keep leaves."""
 
     @staticmethod
     def forward(ctx, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

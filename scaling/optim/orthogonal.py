@@ -133,8 +133,8 @@ def form_costs(
 ) -> dict[str, float]:
     """Return {form: its cost on one rank, in FLOPs} for a stack of this local shape [S, O, I].
 
-    Communication is converted to FLOPs: each byte that a form moves costs `intensity` FLOPs, those that the chip could
-    do meanwhile (Part 3: an AllReduce takes as long as two AllGathers, an AllToAll a quarter of one). "on_shards" is
+    Communication is converted to FLOPs: each byte that a form moves costs `intensity` FLOPs, which the chip could do
+    meanwhile (Part 3: an AllReduce takes as long as two AllGathers, an AllToAll a quarter of one). "on_shards" is
     left out if the longer side does not divide over the ranks, or if the matrices are not sharded.
     """
     mesh, (S, O, I) = stack.mesh, _whole(shape, stack)

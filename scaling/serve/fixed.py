@@ -157,8 +157,8 @@ class Steps:
         else:
             check_room(starts, counts, T, self.room, 0)
         fixed = self.fixed and T <= FEW and (T == 1 or self.mesh.sizes.get("C", 1) == 1)
-        M = -(-longest // self.page) if self.page else 0
         fixed = fixed and (not self.config.moe or len(rows) * self.rounded(T) <= EVERY)
+        M = -(-longest // self.page) if self.page else 0
         T, M = (self.rounded(T), self.rounded(M)) if fixed else (T, M)
         asked = [
             [*row, *[0] * (T - len(row)), len(row), starts[b], *held[:M], *[0] * (M - len(held))]
@@ -228,6 +228,7 @@ class PagedModel:
             rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
             cache = init_cache(config, self.groups * rows, length, mesh=mesh, dtype=dtype, page=page, form=form)
             self.pools[worker] = Steps(params, config, cache, mesh, form, **steps)
+            params = self.pools[worker].params  # both workers' steps share what is laid out anew
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
         """Write the works' tokens to the cache; return Logits[B, V] after each work's last token, B works.

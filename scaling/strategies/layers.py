@@ -241,7 +241,9 @@ class Layers:
 
         The bucket before is waited for first: more buckets in flight would hold more whole gradients.
         """
-        dW = [*map(partial(Gradient.take, first=first, end=end), self.grads)]
+        dW = []
+        for grad in self.grads:
+            dW.append(grad.take(first, end))
         if not self.late:
             self.settle()
         mesh = self.mesh if end - first == 1 else self.mesh.stacked("L")
