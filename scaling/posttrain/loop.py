@@ -12,7 +12,6 @@ follows from the seed, the step and the answer's index, so all pairs of meshes g
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -251,9 +250,7 @@ def updated(
     given |= {"scale": scale, "context": settings.context}
     _, grads = transformer.loss_and_grads(frozen | params, tokens, targets, config, mesh, weights=-slope, **given)
     norm = optim.global_norm(grads, types, mesh)
-    if scale <= 1 or not math.isfinite(loss.item()):
-        guards.check_finite(loss, norm, grads, types, mesh, n)
-    finite = {"finite": math.isfinite(norm.item())} if "scale" in state else {}
+    finite = guards.check_scaled(state, loss, norm, grads, types, mesh, n)
     clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
     params, state = optimizer.update(clipped, state, params, donate=True, **finite)
     whole = tree.unshard(logprobs, present("p[B_PXE, T_C]", mesh), mesh)

@@ -78,6 +78,18 @@ def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> N
     )
 
 
+def check_scaled(state: Mapping, loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> dict:
+    """Return the optimizer's option {"finite": whether the norm is finite}, or {} if its state has no loss scale.
+
+    Raises:
+        ArithmeticError: Halving the scale cannot help: the loss is not finite, or the gradients are not and there is no
+            scale or it is already 1.
+    """
+    if float(state.get("scale", 1.0)) <= 1 or not math.isfinite(loss.item()):
+        check_finite(loss, norm, grads, specs, mesh, step)
+    return {"finite": math.isfinite(norm.item())} if "scale" in state else {}
+
+
 def leaf_norms(grads, specs, mesh) -> Tensor:
     """Return float64[leaves], the norm of each whole gradient in the order of `tree.named_leaves`, on every rank."""
     squares = [

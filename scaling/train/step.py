@@ -1,6 +1,5 @@
 """Make the training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -187,13 +186,10 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict
     moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # Muon is not elementwise
 
     def step(params, state, batch, donate: bool = False):
-        number, scale, options = int(state["step"]) + 1, float(state.get("scale", 1.0)), dict(moved)
+        number, scale = int(state["step"]) + 1, float(state.get("scale", 1.0))
         loss, grads, norm = f(params, batch, number, scale)
-        metrics = {"loss": loss, "grad_norm": norm}
-        if "scale" in state:
-            metrics["scale"], options["finite"] = scale, math.isfinite(norm.item())
-        if scale <= 1 or not math.isfinite(loss.item()):
-            guards.check_finite(loss, norm, grads, types, mesh, number)
+        metrics = {"loss": loss, "grad_norm": norm} | ({"scale": scale} if "scale" in state else {})
+        options = moved | guards.check_scaled(state, loss, norm, grads, types, mesh, number)
         if settings.norms:
             metrics["norms"] = guards.leaf_norms(grads, types, mesh)
         clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
