@@ -9,7 +9,7 @@ from scaling.common.arguments import check_fields
 from scaling.configs.attention import Latent, Linear, RopeScaling
 from scaling.spec import dtype_bytes
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
 ABOVE = "(0, inf)"
 WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys("DFNKHVk", "[1, 1e9]"),
@@ -43,7 +43,8 @@ class Config:
     Rotary positions have the base `theta`; norms have the epsilon `eps`. `attention_bias` adds b_Q, b_K, b_V to the
     projections, `output_bias` also b_O; `qk_norm` is an RMSNorm over the H of every query and key. With a `window` a
     query sees itself and the window - 1 tokens before it; it is one number, or one for each layer, where None sees all.
-    `activation` is silu, gelu, gelu_tanh, relu or relu2, its square; None is silu with a gate and gelu without.
+    `activation` is silu, gelu, gelu_tanh, relu, relu2, its square, or xielu, which has two learned numbers in each
+    layer (Apertus); None is silu with a gate and gelu without.
     `dropout` is the share of elements that training drops from a block's output to the residual stream (GPT-2's
     resid_pdrop); `attention_dropout`, that of attention's weights, and `embed_dropout`, that of embeddings, are not
     computed, so a model with either is not trained. With `learned_positions` = n each of a text's first n places

@@ -207,6 +207,14 @@ ARCEE = LLAMA | {
     "hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2", "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }  # fmt: skip
+APERTUS = _without(LLAMA, "mlp_bias") | {
+    "vocab_size": 131072, "intermediate_size": 14336, "hidden_act": "xielu", "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+APERTUS_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 VAULT_GEMMA = _without(GEMMA_2, "use_bidirectional_attention")
 HUNYUAN = _without(LLAMA, "mlp_bias") | {"vocab_size": 290943, "rms_norm_eps": 1e-5}
 GPT_NEOX = _without(LAYER_NORM, "num_key_value_heads") | {
@@ -375,6 +383,7 @@ KINDS: dict[str, ModelType] = {
     ),
     "olmo": ModelType("OlmoForCausalLM", OLMO_1, fixed={"centered": True, "norm_gain": False, "eps": 1e-5}),
     "arcee": ModelType("ArceeForCausalLM", ARCEE),
+    "apertus": ModelType("ApertusForCausalLM", APERTUS, 1.2e7, fixed={"qk_norm": True}, rope=APERTUS_ROPE),
     "vaultgemma": ModelType(
         "VaultGemmaForCausalLM", VAULT_GEMMA, fixed={"unit_offset": True}, root_scaled=True, pattern=2
     ),

@@ -110,7 +110,7 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
         "router": sparse * D * (config.E + config.shared_gate) if config.moe else 0,
         "norms": attending * head_norms + math.prod(rule) + gains * D * config.norm_gain,
         "biases": gains * D * config.norm_bias
-        + config.L * (biases + config.N * config.sinks)
+        + config.L * (biases + config.N * config.sinks + 2 * (config.activation == "xielu"))
         + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0)
         + (sparse * (config.E + each * ((config.matrices - 1) * config.F + D)) if config.expert_bias else 0),
         "vocab": (1 if config.tied else 2) * D * config.V + config.V * config.unembed_bias,

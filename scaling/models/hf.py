@@ -36,6 +36,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 ROUTER_BIAS = "e_score_correction_bias"
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # older files store these, computed here
 BARE, BODY = "wte.weight", "transformer."  # a tensor of a GPT-2 whose names lack this prefix, as in the published files
+XIELU = {"beta": 0.5, "eps": -1e-6}  # constants of `pointwise.xielu`, which each layer of a file stores
 DRAFT = "mtp."  # layers that draft further tokens, which transformers' classes leave out, too
 TensorParts = dict[str, dict[int, tuple[FileLayout, Tensor]]]  # the params of each tensor, by their places in it
 
@@ -133,7 +134,11 @@ def save_sharded(
     for number, part in _parts(params, types, leaf_layouts(config), config, mesh, slots):
         if not leads or (number == 0 and mesh.rank != 0):
             continue
-        held |= part
+        held |= part | {
+            name: torch.tensor(value, dtype=params["embed"].dtype)
+            for name, (l, value) in _constants(config).items()
+            if l + 1 == number
+        }
         if not single:
             _write(folder / names[number], held)
             held = {}
@@ -216,7 +221,15 @@ def _index(config: Config, names: list[str], itemsize: int) -> dict:
         for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
             where[layout.tensor(at)] = names[file_number(config, at)]
             size += itemsize * math.prod(layout.shape(config.sizes))
+    for name, (l, _) in _constants(config).items():
+        where[name], size = names[l + 1], size + itemsize
     return {"metadata": {"total_size": size}, "weight_map": where}
+
+
+def _constants(config: Config) -> dict[str, tuple[int, float]]:
+    """Return the tensors of the files that are no params, each with its layer and its value."""
+    layers = range(config.L if config.activation == "xielu" else 0)
+    return {f"model.layers.{l}.mlp.act_fn.{name}": (l, value) for l in layers for name, value in XIELU.items()}
 
 
 def _config(folder: Path) -> Config:
@@ -306,6 +319,11 @@ class _Files:
         found = {tensor for tensor in names if not (tensor.endswith(COMPUTED) or is_scale(tensor, names))}
         found = {tensor.removesuffix(BLOCKS) for tensor in found} if self.packed else found
         found -= {tensor for tensor in found if tensor.startswith(DRAFT)}
+        for name, (_, value) in _constants(config).items():
+            if name in found and not math.isclose(float(self[name][...]), value, rel_tol=1e-2):  # rounded in bfloat16
+                what = f"{self.folder}: {name} is {float(self[name][...])}; only {value} is computed here"
+                raise ValueError(f"{what}\n  fix: give a model with this constant")
+            found.discard(name)
         table = places["embed"].name
         if config.tied and {table, HEAD} <= found and torch.equal(self[table][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice

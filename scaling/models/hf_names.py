@@ -21,6 +21,7 @@ RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replace
     "vaultgemma": {"post_attention_layernorm": "pre_feedforward_layernorm"},
     "gemma3_text": {"post_attention_layernorm": "pre_feedforward_layernorm"} | _AFTER,
     "hunyuan_v1_dense": {"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+    "apertus": {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"},
     "phi": {
         "model.norm": "model.final_layernorm", "o_proj": "dense", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2",
     },

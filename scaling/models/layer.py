@@ -204,7 +204,7 @@ def activate_features(W: dict, values: Values, at: Context) -> Values:
         if "W_gate" in W:
             Gate = einsum("y[B_PXZE, T_C, D] * W_gate[D, F_Y] -> Gate[B_PXZE, T_C, F_Y]", y, W["W_gate"])
             values["Gate"] = biased(Gate, W, "b_gate")
-    return values if "Act" in values else values | gate_features(values["Tmp"], values.get("Gate"), at.config)
+    return values if "Act" in values else values | gate_features(W, values["Tmp"], values.get("Gate"), at.config)
 
 
 def biased(x: Tensor, W: Mapping, name: str) -> Tensor:
@@ -217,9 +217,11 @@ def biased_features(W: dict, Tmp: Tensor, Gate: Tensor | None) -> tuple[Tensor, 
     return biased(Tmp, W, "b_in"), None if Gate is None else biased(Gate, W, "b_gate")
 
 
-def gate_features(Tmp: Tensor, Gate: Tensor | None, config: Config) -> Values:
+def gate_features(W: dict, Tmp: Tensor, Gate: Tensor | None, config: Config) -> Values:
     """Return Act: act(Tmp), or with a gate Open * Tmp, where Open = act(Gate) is returned as well."""
     act, _ = FUNCTIONS[config.nonlinearity]
+    if "alpha_p" in W:
+        return {"Act": act(Tmp, W["alpha_p"], W["alpha_n"])}
     if Gate is None:
         return {"Act": act(Tmp)}
     Open = act(Gate)

@@ -6,6 +6,7 @@ that splits the tokens and not the leaf (the law of cotangents, notation.md). Th
 computed. It needs no torch.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,10 @@ def _ranked(config: Config) -> bool:
     return config.latent is not None and config.latent.q_rank > 0
 
 
+def _xielu(config: Config) -> bool:
+    return config.activation == "xielu"
+
+
 def _biased(config: Config) -> bool:
     return config.routing == "sigmoid"
 
@@ -140,6 +145,8 @@ LAYER = {
     "b_in": Leaf("b[L_Z, F_Y]", "b[L, F_YZ]", 0.0, _mlp("up_proj.bias", "F"), lambda c: c.mlp_bias),
     "b_gate": Leaf("b[L_Z, F_Y]", "b[L, F_YZ]", 0.0, _mlp("gate_proj.bias", "F"), lambda c: c.mlp_bias and c.gated),
     "b_out": Leaf("b[L_Z, D]", "b[L, D_XYZ]", 0.0, _mlp("down_proj.bias", "D"), lambda c: c.mlp_bias),
+    "alpha_p": Leaf("alpha[L_Z]", "alpha[L]", math.log(math.expm1(0.8)), _mlp("act_fn.alpha_p", "*"), _xielu),
+    "alpha_n": Leaf("alpha[L_Z]", "alpha[L]", math.log(math.expm1(0.3)), _mlp("act_fn.alpha_n", "*"), _xielu),
     "norm_mlp_out": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, _layer("post_mlp_layernorm.weight"), _adds_norms),
 }  # fmt: skip
 LINEAR = {  # the leaves of a linear layer, in place of attention's: `models.linear`
@@ -283,6 +290,7 @@ def uncomputed(config: Config) -> list[str]:
     ]
     clip = {"latent attention": config.latent, "qk_turned": config.qk_turned, "qk_layernorm": config.qk_layernorm}
     found += [f"head_clip in a model with {name}" for name, has in clip.items() if has and config.head_clip]
+    found += ["a gate by xielu"] if _xielu(config) and config.gated else []
     found += ["head_gate with biases"] if config.head_gate and config.attention_bias else []
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts after them")

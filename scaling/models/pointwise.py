@@ -18,6 +18,16 @@ from torch.autograd.graph import GradientEdge
 from scaling import tree
 from scaling.common.torch_private import fused_norm, fused_norm_vjp, in_transform, tape_gradients
 
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """Return x/2 + softplus(alpha_p) x^2 of a positive x, else x/2 + (1/2 + softplus(alpha_n)) (e^x - 1 - x).
+
+    The two numbers are learned (Huang and Schlag 2024, arxiv.org/abs/2411.13010).
+    """
+    rest = (torch.expm1(x.clamp(max=-1e-6)) - x) * (F.softplus(alpha_n) + 0.5)
+    return torch.where(x > 0, F.softplus(alpha_p) * x * x, rest) + x / 2
+
+
 ACTIVATIONS = ("none", "relu", "gelu")  # of the book's MLP; a Transformer has the other functions, too
 FUNCTIONS: dict[str, tuple[Callable, Callable]] = {  # x -> y, and (dy, x) -> dx in one kernel
     "none": (lambda x: x, lambda dy, x: dy),
@@ -26,6 +36,7 @@ FUNCTIONS: dict[str, tuple[Callable, Callable]] = {  # x -> y, and (dy, x) -> dx
     "gelu": (F.gelu, torch.ops.aten.gelu_backward),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")),
     "silu": (F.silu, torch.ops.aten.silu_backward),
+    "xielu": (xielu, lambda dy, *inputs: vjp(xielu, *inputs)[1](dy)),  # of x and two learned numbers
 }
 EPS = 1e-6  # added to the mean square in RMSNorm
 

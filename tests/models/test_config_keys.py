@@ -62,6 +62,7 @@ BASES = {  # a small model of each type
     "nemotron": SMALL | {"num_attention_heads": 2},
     "hunyuan_v1_dense": SMALL,
     "arcee": SMALL,
+    "apertus": SMALL,
     "gpt2": SMALL | {"n_inner": 24, "head_dim": 4},
     "phi": SMALL,
     "olmo": SMALL | {"clip_qkv": 0.5},

@@ -27,8 +27,7 @@ FAMILIES = (  # rows of the table
     "olmoe", "gemma3", "glm", "glm4", "starcoder2", "stablelm parallel", "gpt neox", "gpt neox in turn", "cohere",
     "cohere2", "exaone4", "llama mlp biases", "qwen2 moe", "granite moe", "gemma2", "gpt oss", "glm4 moe normed",
     "deepseek v2", "deepseek v2 lite", "cohere norms", "stablelm norms", "nemotron", "arcee", "vaultgemma", "hunyuan",
-    "phi3 short", "phi3 long", "gpt2", "phi", "olmo", "olmoe clipped",
-    "glm4 moe lite",
+    "phi3 short", "phi3 long", "gpt2", "phi", "olmo", "olmoe clipped", "glm4 moe lite", "apertus",
 )  # fmt: skip
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
@@ -161,6 +160,17 @@ def test_a_published_gpt2_is_read_whose_names_lack_the_prefix(tmp_path):
     named |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
     save_file(named, tmp_path / "model.safetensors")
     assert all(map(torch.equal, tree.leaves(params), tree.leaves(hf.load(tmp_path)[1])))
+
+
+def test_xielu_is_computed_with_its_own_constants_and_without_a_gate(tmp_path):
+    config, params = model("apertus")
+    hf.save(tmp_path, config, params)
+    named = load_file(tmp_path / "model.safetensors")
+    assert named["model.layers.1.mlp.act_fn.beta"] == 0.5
+    save_file(named | {"model.layers.1.mlp.act_fn.beta": torch.tensor(0.25)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"1\.mlp\.act_fn\.beta is 0\.25; only 0\.5 is computed here\n  fix: "):
+        hf.load(tmp_path)
+    assert transformer.uncomputed(config.with_(gated=True)) == ["a gate by xielu"]
 
 
 def greedy(family: str, count: int) -> list[list[int]]:

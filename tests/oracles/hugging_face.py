@@ -138,6 +138,7 @@ CASES = {
     "stablelm norms": ("StableLm", {"qk_layernorm": True}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
     "arcee": ("Arcee", {"mlp_bias": True, "rope_parameters": YARN}),
+    "apertus": ("Apertus", {"attention_bias": True}),
     "vaultgemma": ("VaultGemma", {"sliding_window": 5, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.3}),
     "hunyuan": ("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": STRETCHED}),
     "phi3 short": (

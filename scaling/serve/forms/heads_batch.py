@@ -44,7 +44,7 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
         return routed(W, y, at, None, "y[B, T, D]", "YZ")
     Tmp = einsum("y[B, T, D] * W_in[D, F_YZ] -> Tmp[B, T, F_YZ]", y, W["W_in"])
     Gate = einsum("y[B, T, D] * W_gate[D, F_YZ] -> Gate[B, T, F_YZ]", y, W["W_gate"]) if "W_gate" in W else None
-    Act = gate_features(*biased_features(W, Tmp, Gate), at.config)["Act"]
+    Act = gate_features(W, *biased_features(W, Tmp, Gate), at.config)["Act"]
     Out = einsum("Act[B, T, F_YZ] * W_out[F_YZ, D] -> Out[B, T, D] {U_YZ}", Act, W["W_out"])
     Out = all_reduce("Out[B, T, D] {U_YZ} -> Out[B, T, D]", Out, at.mesh)  # on the critical path
     return biased(Out, W, "b_out")

@@ -69,7 +69,7 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     if "W_gate" in W:
         Gate = einsum("In[B, T, D_X] * W_gate[D_X, F_YZ] -> Gate[B, T, F_YZ] {U_X}", In, W["W_gate"])
         Gate = all_reduce("Gate[B, T, F_YZ] {U_X} -> Gate[B, T, F_YZ]", Gate, at.mesh)  # on the critical path
-    Act = gate_features(*biased_features(W, Tmp, Gate), at.config)["Act"]
+    Act = gate_features(W, *biased_features(W, Tmp, Gate), at.config)["Act"]
     Out = einsum("Act[B, T, F_YZ] * W_out[F_YZ, D_X] -> Out[B, T, D_X] {U_YZ}", Act, W["W_out"])  # 4.
     Out = reduce_scatter("Out[B, T, D_X] {U_YZ} -> Out[B, T, D_XYZ]", Out, at.mesh)  # 5. on the critical path
     return biased(Out, W, "b_out")

@@ -208,7 +208,10 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
     dW: dict[str, Any] = {"b_out": dOut.sum((0, 1))} if "b_out" in W else {}
     dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
     dAct = at.einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
-    dTmp = dAct * s["Open"] if "W_gate" in W else act_vjp(dAct, s["Tmp"])
+    if "alpha_p" in W:
+        dTmp, dW["alpha_p"], dW["alpha_n"] = act_vjp(dAct, s["Tmp"], W["alpha_p"], W["alpha_n"])
+    else:
+        dTmp = dAct * s["Open"] if "W_gate" in W else act_vjp(dAct, s["Tmp"])
     dy = at.einsum("dTmp[B_PXE, T_C, F_Y] * W_in[D, F_Y] -> dy[B_PXE, T_C, D] {U_Y}", dTmp, W["W_in"])
     if "W_gate" in W:
         dGate = act_vjp(dAct.mul_(s["Tmp"]), s["Gate"])
