@@ -271,48 +271,33 @@ KINDS: dict[str, ModelType] = {
     "llama": ModelType("LlamaForCausalLM", LLAMA),
     "mistral": ModelType("MistralForCausalLM", MISTRAL),
     "qwen2": ModelType(
-        "Qwen2ForCausalLM", QWEN2, fixed={"attention_bias": True, "output_bias": False}, gated_window=True
+        "Qwen2ForCausalLM", QWEN2, fixed={"attention_bias": True, "output_bias": False}, gated_window=True,
     ),
     "qwen3": ModelType(
-        "Qwen3ForCausalLM",
-        QWEN2 | {"head_dim": 128, "attention_bias": False},
-        fixed={"qk_norm": True},
+        "Qwen3ForCausalLM", QWEN2 | {"head_dim": 128, "attention_bias": False}, fixed={"qk_norm": True},
         gated_window=True,
     ),
     "mixtral": ModelType("MixtralForCausalLM", MIXTRAL, 1e6, {"num_experts": "num_local_experts"}),
     "qwen3_moe": ModelType(
-        "Qwen3MoeForCausalLM",
-        QWEN3_MOE,
-        aliases={"num_local_experts": "num_experts"},
-        fixed={"qk_norm": True},
+        "Qwen3MoeForCausalLM", QWEN3_MOE, aliases={"num_local_experts": "num_experts"}, fixed={"qk_norm": True},
         gated_window=True,
     ),
     "qwen2_moe": ModelType(
-        "Qwen2MoeForCausalLM", QWEN2_MOE, fixed={"shared_gate": True, "output_bias": False}, gated_window=True
+        "Qwen2MoeForCausalLM", QWEN2_MOE, fixed={"shared_gate": True, "output_bias": False}, gated_window=True,
     ),
     "granitemoe": ModelType("GraniteMoeForCausalLM", GRANITEMOE),
     "glm4_moe": ModelType(
-        "Glm4MoeForCausalLM",
-        GLM4_MOE,
-        aliases={"num_local_experts": "n_routed_experts"},
-        fixed={"routing": "sigmoid", "output_bias": False},
-        partial=0.5,
+        "Glm4MoeForCausalLM", GLM4_MOE, aliases={"num_local_experts": "n_routed_experts"},
+        fixed={"routing": "sigmoid", "output_bias": False}, partial=0.5,
     ),
     "deepseek_v3": _V3,
     "deepseek_v2": ModelType(
-        "DeepseekV2ForCausalLM",
-        DEEPSEEK_V2,
-        aliases={"num_experts": "n_routed_experts"},
-        fixed={"norm_topk": False},
+        "DeepseekV2ForCausalLM", DEEPSEEK_V2, aliases={"num_experts": "n_routed_experts"}, fixed={"norm_topk": False},
     ),
     "glm4_moe_lite": replace(_V3, architecture="Glm4MoeLiteForCausalLM", keys=GLM4_MOE_LITE, partial=1.0),
     "kimi_k2": _V3,  # its own code is DeepSeek-V3's
     "gemma": ModelType(
-        "GemmaForCausalLM",
-        GEMMA_1,
-        fixed={"unit_offset": True},
-        meant={"gelu": "gelu_pytorch_tanh"},
-        root_scaled=True,
+        "GemmaForCausalLM", GEMMA_1, fixed={"unit_offset": True}, meant={"gelu": "gelu_pytorch_tanh"}, root_scaled=True,
     ),
     "phi3": ModelType("Phi3ForCausalLM", PHI3, partial=1.0, longrope=True),
     "ernie4_5": ModelType("Ernie4_5ForCausalLM", ERNIE, 5e5),
@@ -321,62 +306,41 @@ KINDS: dict[str, ModelType] = {
     "granite": ModelType("GraniteForCausalLM", GRANITE),
     "smollm3": ModelType("SmolLM3ForCausalLM", SMOLLM3, 2e6, gated_window=True),
     "gpt_oss": ModelType(
-        "GptOssForCausalLM",
-        GPT_OSS,
-        1.5e5,
-        {"num_experts": "num_local_experts"},
-        fixed={"sinks": True, "expert_bias": True},
-        pattern=2,
-        rope=GPT_OSS_ROPE,
+        "GptOssForCausalLM", GPT_OSS, 1.5e5, {"num_experts": "num_local_experts"},
+        fixed={"sinks": True, "expert_bias": True}, pattern=2, rope=GPT_OSS_ROPE,
     ),
     "olmo2": ModelType("Olmo2ForCausalLM", OLMO, fixed=_OLMO_FIXED),
     "olmo3": ModelType("Olmo3ForCausalLM", OLMO3, 5e5, fixed=_OLMO_FIXED, pattern=4, local_theta=5e5),
     "olmoe": ModelType(
-        "OlmoeForCausalLM",
-        OLMOE,
-        aliases={"num_local_experts": "num_experts"},
+        "OlmoeForCausalLM", OLMOE, aliases={"num_local_experts": "num_experts"},
         fixed={"qk_norm": True, "qk_wide": True},
     ),
     "gemma2": ModelType("Gemma2ForCausalLM", GEMMA_2, fixed=_GEMMA_FIXED, root_scaled=True, pattern=2),
     "gemma3_text": ModelType(
-        "Gemma3ForCausalLM",
-        GEMMA_3,
-        1e6,
-        fixed=_GEMMA_FIXED | {"qk_norm": True},
-        root_scaled=True,
-        pattern=6,
+        "Gemma3ForCausalLM", GEMMA_3, 1e6, fixed=_GEMMA_FIXED | {"qk_norm": True}, root_scaled=True, pattern=6,
         local_theta=1e4,
     ),
     "glm": ModelType("GlmForCausalLM", GLM, fixed={"output_bias": False}, partial=0.5),
     "glm4": ModelType("Glm4ForCausalLM", GLM, fixed={"output_bias": False, "norms": "both"}, partial=0.5),
     "starcoder2": ModelType("Starcoder2ForCausalLM", STARCODER2, fixed=_LAYER_NORM_FIXED),
     "stablelm": ModelType(
-        "StableLmForCausalLM",
-        STABLELM,
-        fixed=_LAYER_NORM_FIXED | {"output_bias": False, "qk_layernorm": True},
+        "StableLmForCausalLM", STABLELM, fixed=_LAYER_NORM_FIXED | {"output_bias": False, "qk_layernorm": True},
         partial=0.25,
     ),
     "gpt_neox": ModelType(
-        "GPTNeoXForCausalLM",
-        GPT_NEOX,
-        fixed=_LAYER_NORM_FIXED | {"mlp_bias": True},
-        partial=0.25,
+        "GPTNeoXForCausalLM", GPT_NEOX, fixed=_LAYER_NORM_FIXED | {"mlp_bias": True}, partial=0.25,
         rope_keys=("rotary_emb_base", "rotary_pct"),
     ),
     "gpt2": ModelType(
-        "GPT2LMHeadModel",
-        GPT2,
+        "GPT2LMHeadModel", GPT2,
         aliases={
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
+            "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
         fixed=_LAYER_NORM_FIXED | {"attention_bias": True, "mlp_bias": True},
     ),
     "phi": ModelType(
-        "PhiForCausalLM",
-        PHI,
+        "PhiForCausalLM", PHI,
         fixed=_LAYER_NORM_FIXED
         | {"norms": "shared", "parallel": True, "attention_bias": True, "mlp_bias": True, "unembed_bias": True},
         partial=0.5,
@@ -385,25 +349,23 @@ KINDS: dict[str, ModelType] = {
     "arcee": ModelType("ArceeForCausalLM", ARCEE),
     "apertus": ModelType("ApertusForCausalLM", APERTUS, 1.2e7, fixed={"qk_norm": True}, rope=APERTUS_ROPE),
     "vaultgemma": ModelType(
-        "VaultGemmaForCausalLM", VAULT_GEMMA, fixed={"unit_offset": True}, root_scaled=True, pattern=2
+        "VaultGemmaForCausalLM", VAULT_GEMMA, fixed={"unit_offset": True}, root_scaled=True, pattern=2,
     ),
     "nemotron": ModelType(
-        "NemotronForCausalLM", NEMOTRON, fixed=_LAYER_NORM_FIXED | {"unit_offset": True}, partial=0.5
+        "NemotronForCausalLM", NEMOTRON, fixed=_LAYER_NORM_FIXED | {"unit_offset": True}, partial=0.5,
     ),
     "hunyuan_v1_dense": ModelType(
-        "HunYuanDenseV1ForCausalLM", HUNYUAN, fixed={"qk_norm": True, "qk_turned": True}, stretched=True
+        "HunYuanDenseV1ForCausalLM", HUNYUAN, fixed={"qk_norm": True, "qk_turned": True}, stretched=True,
     ),
     "cohere": ModelType("CohereForCausalLM", COHERE, 5e5, fixed=_COHERE_FIXED | {"qk_layernorm": True}),
     "cohere2": ModelType("Cohere2ForCausalLM", COHERE2, fixed=_COHERE_FIXED, pattern=4, still_full=True),
     "exaone4": ModelType(
-        "Exaone4ForCausalLM", EXAONE4, fixed={"qk_norm": True, "norms": "after"}, pattern=4, still_full=True
+        "Exaone4ForCausalLM", EXAONE4, fixed={"qk_norm": True, "norms": "after"}, pattern=4, still_full=True,
     ),
     "llama4_text": ModelType("", {"rms_norm_eps": 1e-5}, 5e5, fixed={"shared": 1}),
     "qwen3_next": ModelType(
-        "Qwen3NextForCausalLM",
-        QWEN3_NEXT,
-        fixed={"qk_norm": True, "unit_offset": True, "head_gate": True, "shared_gate": True},
-        partial=0.25,
+        "Qwen3NextForCausalLM", QWEN3_NEXT,
+        fixed={"qk_norm": True, "unit_offset": True, "head_gate": True, "shared_gate": True}, partial=0.25,
     ),
-}
+}  # fmt: skip
 COUNTED = ModelType("", {"rms_norm_eps": 1e-6})  # a type without a row
