@@ -2,7 +2,7 @@
 """Part 1, All About Rooflines: how long an operation takes, from its FLOPs and its bytes, and which of them binds it.
 https://jax-ml.github.io/scaling-book/roofline
 
-This chapter puts five operations on three chips, draws the roofline, computes the critical batch of a matmul, splits a
+This chapter puts six operations on three chips, draws the roofline, computes the critical batch of a matmul, splits a
 contraction over two chips, answers every problem, and measures what this machine reaches.
 """
 
@@ -32,10 +32,12 @@ C, W = V5E.flops(), V5E.hbm_bw
 # twice as long. So one needs only the greater to know what to improve: a faster chip does not help an operation that
 # waits for data.
 #
-# The table has six operations on a TPU v5e and two GPUs. Its third column is the arithmetic intensity of the operation,
-# FLOPs per byte, and its fourth that of the chip, C/W: an operation is bound by the data it moves unless the third is
-# greater. A dot product or an add uses each number that it loads once, on any chip. A matmul uses each number many
-# times, and the more rows it has, the more often.
+# The table has six operations on a TPU v5e and two GPUs, in bf16, which takes 2 bytes a number. A matmul multiplies
+# activations [B, D] by weights [D, F]: B is the batch, counted in tokens, and D and F are the widths before and after.
+# The third column is the arithmetic intensity of the operation, FLOPs per byte, and the fourth that of the chip, C/W:
+# an operation is bound by the data it moves (comms) unless the third is greater. A dot product or an add uses each
+# number that it loads once, on any chip. A matmul uses each number many times, and the more rows it has, the more
+# often.
 
 
 # %%
@@ -64,8 +66,8 @@ page.table(rows, ["chip", "operation", "FLOPs\n/byte", "the\nchip's", "T_math\nu
 # A roofline shows what a chip attains at each arithmetic intensity. It rises with the memory's bandwidth and is level
 # from the critical intensity C/W on. HBM is the chip's main memory. A TPU also has a small one beside its cores, VMEM,
 # which is 22 times as fast and moves the corner from 240 to 11 FLOPs per byte. The points are matmuls of a growing
-# batch, which climb the lower roof. The table names the three areas of the book's figure: bound by both bandwidths
-# (red), by the lower one alone (yellow), and by neither (green).
+# batch, which climb the lower roof. The rows of the table lie in the three areas of the book's figure: bound by both
+# bandwidths (red, comms twice), by the lower one alone (yellow, comms and compute), and by neither (green).
 
 
 # %%
@@ -106,7 +108,7 @@ page.chart(
 # %% [markdown]
 # ## Matrix multiplication
 # The most important operation gets a rule of thumb. A matmul of activations [B, D] and weights [D, F] does 2BDF FLOPs.
-# In bf16 it moves 2 bytes of each of the DF weights, and of the BD + BF activations, which hardly count if B is much
+# In bf16 it moves 2 bytes for each of the DF weights, and for the BD + BF activations, which hardly count if B is much
 # smaller than D and F. Its intensity is then B, so the critical batch is C/W: 240 tokens on a v5e, 295 on an H100. That
 # is the batch of one copy of the weights: more chips that share them bring more FLOPs/s and more bytes/s alike.
 #
@@ -274,8 +276,8 @@ page.end()
 #    are the same. The row compares our 60 with the book's 120, which is for int8.
 # 2. Question: from which D on are two v6e compute-bound, which have twice the bandwidth and 4.7 times the FLOPs/s?
 #    Evaluate `least_D(chip("v6e"))`.
-#    Answer: 2 C/W of a link: 2 x 9.2e14 / 9e10. The FLOPs have grown faster than the links, so the contraction must be
-#    longer.
+#    Answer: From 20,445 on, 2 C/W of a link: 2 x 9.2e14 / 9e10. The FLOPs have grown faster than the links, so the
+#    contraction must be longer.
 # 3. Flag: run with `--plot roofline.svg`. Both pictures are written: where do the two roofs meet?
 #    Answer: At the corner of HBM's roof, 240 FLOPs per byte. From there on both are level at the chip's 1.97e14
 #    FLOPs/s, and a faster memory would not help.

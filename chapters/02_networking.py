@@ -73,8 +73,8 @@ page.say("\n".join(f"    {line}        {ring}" for line, ring in pairs))
 # The table has slices, the parts of a pod that one can rent. Their bisection is what all links carry together between
 # two halves of the slice. The next column is the time of an AllGather, and then comes an AllToAll, in which every chip
 # sends a part of its array to every other one: each message is routed link by link, and the fullest link gives the
-# time. The last column is the closed form for it, V max(axes)/(4 N W) on rings and twice that on lines, for V bytes, N
-# chips, and W bytes/s of a ring. Compare 16 with 8 on a v5e, where only an axis of 16 is a ring.
+# time. The last column is the closed form for it, V max(axes)/(4 N W) on rings and twice that on lines, for V bytes in
+# all, N chips, and W bytes/s of a chip on a ring. Compare 16 with 8 on a v5e, where only an axis of 16 is a ring.
 
 
 # %%

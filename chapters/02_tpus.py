@@ -98,7 +98,8 @@ def streamed(chunks: int, load: float, compute: float, store: float, buffers: in
 # Here bf16 X[B, D] stays in VMEM, the weights arrive in panels of columns, and each panel's product is stored. With one
 # buffer, HBM and core take turns, and the time is T_math + T_comms, the upper bound of Part 1. With two, the next panel
 # arrives while the core multiplies, and the time is that of the slower unit, plus a little for the first and the last
-# panel. The dots show which unit waits: the core at B = 64, HBM at B = 512.
+# panel. The picture shows the first half of what one buffer takes. The dots show which unit waits: the core at B = 64,
+# HBM at B = 512.
 
 # %%
 D, F, panels = 8192, 32768, 16
@@ -151,7 +152,8 @@ page.check("a pointwise product takes as long as HBM does", math.isclose(took, o
 # so fast: each cell passes its numbers on to its neighbours, and nothing goes back to a register in between. The price
 # is that it does nothing else, and that a matrix which does not fill the grid wastes cells. Here X[2, 3] W[3, 3] runs
 # on 3 x 3 cells. W stays in the cells; row k of the grid receives column k of X, one cycle later than the row above;
-# partial sums move down. In the bottom row the products come out diagonally.
+# partial sums move down. Each frame is one cycle t: at its left is the number of the row of X that is in each cell, and
+# at its right the partial sum that leaves the cell. In the bottom row the products come out diagonally.
 
 # %%
 X, weights, frames = torch.arange(6.0).view(2, 3), torch.arange(9.0).view(3, 3), []
@@ -168,8 +170,10 @@ page.say(f"X W = {result.out.int().tolist()}")
 page.check("the array's outputs are X W", torch.equal(result.out, X @ weights))
 
 # %% [markdown]
-# To fill the array costs some cycles once, which do not matter if there are many rows. Dims that do not fill it cost
-# something in every cycle: the second table shows what share of the cells a padded matrix uses.
+# To fill the array costs some cycles once, which do not matter if there are many rows. For M rows and m tiles of
+# weights on n x n cells the formula is n + max(M, n) (m - 1) + M + 2n - 2: n to load the first weights, M for each tile
+# (but at least n, in which the next weights arrive), and 2n - 2 for the last row to cross the grid. Dims that do not
+# fill the array cost something in every cycle: the second table shows what share of the cells a padded matrix uses.
 
 # %%
 n = 8 if page.small else 32
@@ -251,8 +255,8 @@ page.answers([
 # ## Worked problems
 # Question 1 asks how long a model takes to read its params once, Question 2 for the size of pods. Question 3 asks from
 # which batch on a product is compute-bound whose weights come over PCIe from the host. It has a caveat: the book's rule
-# for B << D ignores what the activations cost, and with D = 8192 no batch at all would be enough. Question 6 is in
-# 02_networking.py, together with the option that it rejects.
+# for B << D ignores what the activations cost, and with D = 8192 no batch at all would be enough. Questions 5 and 6 are
+# in 02_networking.py.
 
 # %%
 q1, q3, pcie = chip("v4p", "part2"), chip("v6e", "part2"), chip("v6e").pcie_bw

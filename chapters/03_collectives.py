@@ -86,8 +86,9 @@ PRIMITIVES = {  # name: (type, in words, the function on the stack)
 NAMED = {"broadcast": "reduce", "reduce": "broadcast", "scatter": "gather", "gather": "scatter", "ppermute": "inverse"}
 
 # %% [markdown]
-# On ranks each primitive is one call. Results and cotangents are compared with one device's in float64, where
-# they may differ by rounding only.
+# On ranks each primitive is one call. Results and cotangents are compared with one device's in float64, where they may
+# differ by rounding only. (A comment such as `# scaling: ignore[split]` silences a rule of `python -m scaling.check`
+# for its line: here a rank's own part is compared with the whole on purpose.)
 
 
 # %%
@@ -238,7 +239,8 @@ page.answers([
 # ## Question 8: how long they take here
 # The times are medians on these ranks against V, the bytes of the whole array. In the book's model a small array takes
 # the latency, and beyond that the time grows with V: equally for AllGather and ReduceScatter, twice as steeply for
-# AllReduce. Ranks that share one machine's cores show the shape of this curve, not the speed of a network.
+# AllReduce. Ranks that share one machine's cores show the shape of this curve at best, and not the speed of a network:
+# small arrays take a time that varies from call to call, and only the largest ones grow as the model says.
 
 
 # %%

@@ -117,8 +117,9 @@ page.same([
 # %% [markdown]
 # ## The overlap, drawn
 # How much does it hide? The time lines below are of four v5p in a ring that sends one way; M is a product and H a hop.
-# If A is gathered first, the MXU waits for all hops. Chunk by chunk, only the longer of the two counts. With F = 32768
-# a product takes longer than a hop, and sending is hidden; with F = 8192 the MXU still waits for each hop.
+# If A is gathered first, the MXU waits for all hops. Chunk by chunk, it takes little more than the longer of the two,
+# all hops or all products. With F = 32768 a product takes longer than a hop, and sending is hidden; with F = 8192 the
+# MXU still waits for each hop.
 
 # %%
 V5P, TOKENS, WIDTH, N = chip("v5p"), 4096, 8192, 4
@@ -148,7 +149,7 @@ def overlapped(F: int) -> list[Bar]:
 
 # %% [markdown]
 # First both widths as time lines, then the time of both algorithms at every width. From F = Y C/W on, sending costs
-# nothing.
+# nothing, where C is the chip's FLOPs/s and W the bytes/s of one link.
 
 # %%
 rows = []

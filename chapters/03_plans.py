@@ -210,10 +210,12 @@ page.say()
 page.equal([(name, apart, 1e-12) for name, apart in page.on_ranks(derived).items()])
 
 # %% [markdown]
-# ## The same on 8,192 chips, without any
+# ## The same on 8,192 abstract chips
 # Types and sizes are enough to count bytes, FLOPs and memory line by line, because meta tensors have no data and an
-# abstract mesh of 1024 x 8 has no devices. The layer has the D and F of LLaMA-3 70B, but only two matrices, as in
-# Part 5. LLaMA's MLPs are gated and have a second W_in, so the last two rows add it.
+# abstract mesh of 1024 x 8 has no devices. V is the bytes of the array that a collective gathers or reduces, on one
+# chip, and the last column what the chip holds after the line. The backward has no AllGather of In, because
+# `keep_gathered=True` keeps the one of the forward. The layer has the D and F of LLaMA-3 70B, but only two matrices, as
+# in Part 5. LLaMA's MLPs are gated and have a second W_in, so the last two rows add it.
 
 # %%
 LARGE, ABSTRACT = {"B": 1 << 20, "D": 8192, "F": 28672}, AbstractMesh({"X": 1024, "Y": 8})

@@ -53,8 +53,9 @@ page.say(beside(show.draw(spec, SQUARE) for spec in show.NINE))
 # %% [markdown]
 # The second picture turns this round. It shows the mesh, and in each device the block that it has. A block has the
 # number (or, in a notebook, the colour) of the first device that holds it, so replicas look alike. `I_XY` numbers the
-# blocks with X as the major axis (block x |Y| + y), `I_YX` with Y as the major axis. The last array is unreduced: each
-# device of a column has one term of the sum, which a notebook shows hatched.
+# blocks with X as the major axis (device (x, y) has block x |Y| + y), `I_YX` with Y as the major axis. The last array
+# is unreduced: each device of a column has its own term of a sum. In text the terms look like replicas; a notebook
+# hatches them.
 
 # %%
 ORDERS = ("A[I_X, J]", "A[I_X, J_Y]", "A[I_XY, J]", "A[I_YX, J]", "A[I, J] {U_X}")
@@ -68,7 +69,7 @@ page.show(
 # ## Local shapes and bytes
 # A type determines the memory that an array takes. A dim is divided by all the axes in its subscript, and along the
 # axes that a type does not name there are copies. The last column divides the bytes of the whole mesh by the bytes of
-# one copy: replicas cost memory.
+# one copy: replicas cost memory, and so do the terms of an unreduced array.
 
 # %%
 MESH, SIZES = {"X": 4, "Y": 8, "Z": 2}, {"I": 1024, "J": 4096}

@@ -91,10 +91,11 @@ page.check("the last row is dense attention", difference(O, dense(Q, K, V)) <= E
 
 # %% [markdown]
 # ## The backward
-# The backward pass needs no scores from the forward pass: with the saved logsum, P = exp(scores - logsum) gives a
-# chunk's part of the softmax. The derivative of a softmax subtracts the sum of P dP over all keys, which no chunk has.
-# But O is the sum of P V over the keys, and dP is dO V^T, so the appendix's identity computes that sum without the
-# keys, as one number per query: sum_j P_ij dP_ij = sum_d dO_id O_id. So each chunk can be done alone.
+# The backward pass needs no scores from the forward pass: with the saved logsum, M + log L of each query, P =
+# exp(scores - logsum) gives a chunk's part of the softmax (which the book calls S, and its gradient dS where we write
+# dP). The derivative of a softmax subtracts the sum of P dP over all keys, which no chunk has. But O is the sum of P V
+# over the keys, and dP is dO V^T, so the appendix's identity computes that sum without the keys, as one number per
+# query: sum_j P_ij dP_ij = sum_d dO_id O_id. So each chunk can be done alone.
 
 
 # %%
@@ -120,9 +121,9 @@ page.equal([(name, difference(*pair), EXACT) for name, pair in named.items()], "
 
 # %% [markdown]
 # ## Memory
-# How much memory does this save? The table counts the most elements that are live at once, besides Q, K, V and O: [T,
-# S] for dense attention, a few [T, chunk] for the listing. If the length doubles, the first grows by a factor of four,
-# the second by a factor of two.
+# How much memory does this save? The table counts the most elements that are live at once, besides Q, K and V: two
+# arrays [T, S] for dense attention, a few [T, chunk] for the listing. If the length doubles, the first grows by a
+# factor of four, the second by a factor of two.
 
 
 # %%
@@ -201,7 +202,7 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `dP - weighted[:, None]` by `dP`. Which of the gradients are still right, and why?
-#    Answer: DV alone, because P^T dO needs no derivative of the softmax. dQ and dK come from the gradient of the
+#    Answer: Only dV, because P^T dO needs no derivative of the softmax. dQ and dK come from the gradient of the
 #    scores, which is wrong without the subtracted sum.
 # 2. Question: how many keys must a chunk have for the scores of a chunk to be more than K and V themselves, T = 64?
 #    Evaluate `2 * H * S / T`.

@@ -48,7 +48,8 @@ def counted(f, *args) -> int:
 # The table compares formulas with a small transformer. A step without remat has 6 FLOPs for each param and token, 2 in
 # the forward and 4 in the backward; to compute the forward again adds 2. The FLOPs are counted, and written such that
 # the step without remat has 6. The saved tensors are measured, in numbers a token, as the difference between two layers
-# and one. Recomputing everything would be 8; it is 7.9, since the unembedding is not recomputed.
+# and one. For `none` this may differ from the formula by a few percent, because autograd saves some small arrays, too.
+# Recomputing everything would be 8; it is 7.9, since the unembedding is not recomputed.
 
 # %%
 small = get("part4-q1").with_(name="small", L=4, D=64, F=256, N=8, K=8, H=8, V=256)

@@ -127,9 +127,10 @@ page.table(rows, ["", "operation", "the book's", "value", "counted", "same", "pa
 # ## Params and FLOPs of models
 # The same formulas describe real models. They are compared with the functional transformer on meta tensors, which have
 # shapes but no data. Active params are those that one token uses: a model with experts uses a few of them (05_moe.py).
-# Look at how small a part of the params belongs to attention. The FLOPs of training over 6 x params x tokens (6PT) are
-# near 1, because nearly all FLOPs are products with params. They are more where the model is small or has as many heads
-# as deepseek-v3 (1.25), so that the products of queries and keys, which have no params, count.
+# Look at how small a part of the params belongs to attention. The KV cache, the keys and values that a model keeps of
+# each token while it generates text, is in bf16. The FLOPs of training over 6 x params x tokens (6PT) are near 1,
+# because nearly all FLOPs are products with params. They are more where the model is small or has as many heads as
+# deepseek-v3 (1.25), so that the products of queries and keys, which have no params, count.
 
 # %%
 B, T = 1, 4096
@@ -189,9 +190,10 @@ page.chart(
 
 # %% [markdown]
 # ## What should you take away from this section?
-# The formulas sum up to the book's table of takeaways, for MHA (K = N). Each row is the difference between two layers
-# and one, counted on the transformer. The dot products overtake the MLP in FLOPs at T = 6D, and MLP and projections
-# together at T = 8D. Until then 6 x params x tokens is a good estimate.
+# The formulas sum up to the book's table of takeaways, for multi-head attention (MHA, K = N). Each row is the
+# difference between two layers and one, counted on the transformer. The dot products overtake the MLP in FLOPs at T =
+# 6D, and MLP and projections together at T = 8D, where 6 x params x tokens is half of the FLOPs. Far below, it is a
+# good estimate.
 
 # %%
 layer = get("part4-q1").with_(D=256, F=1024, N=4, K=4, H=64, V=64)

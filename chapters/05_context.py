@@ -74,7 +74,7 @@ except ShardingError as error:
 
 # %%
 def forward(Q, KV, mesh, order):
-    """Q[B, T_C, K, G, H], KV[2, B, S_C, K, H] -> O[B, T_C, K, G, H], logL[B, T_C, K, G]. Q is over sqrt(H)."""
+    """Q[B, T_C, K, G, H], KV[2, B, S_C, K, H] -> O[B, T_C, K, G, H], logL[B, T_C, K, G], for Q divided by sqrt(H)."""
     O, L, M = torch.zeros_like(Q), 0, torch.full_like(Q[..., 0], -torch.inf)
     for hop in range(C):
         later = None if hop == C - 1 else ppermute("KV[2, B, S_C, K, H]", KV, mesh, "C", AROUND, async_op=True)  # 1.
@@ -309,9 +309,10 @@ show(page.on_ranks(all_forms))
 # %% [markdown]
 # ## The cost of each form, from the types
 # The example is one layer of LLaMA-3 405B with 131,072 tokens in bf16 on 16 ranks, on an abstract mesh of 4,096 chips.
-# Gradients of keys that are summed over ranks are sent in float32, and so are copied heads. The form gather has all
-# keys on every rank, and nothing hides its AllGather. The ring is hidden, but waits C - 1 times. Ulysses also sends Q
-# and O, but only 1/C of each, so it gains with more ranks.
+# Gradients of keys that are summed over ranks are sent in float32, and so are those of copied heads. The form gather
+# has all keys on every rank, and nothing hides its AllGather. The ring's transfers are hidden, but there are C - 1 of
+# them, one after the other. Ulysses also sends Q and O. But a rank sends nearly its own shard of each array, whatever C
+# is, where in the ring it sends C - 1 blocks; so Ulysses gains with more ranks.
 #
 # In the table, rounds are transfers of the forward that follow each other, the next column is the busiest rank's work
 # over the mean, then come the keys and values that a rank has at once, and last what must divide what: `C | T` means
@@ -363,8 +364,8 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `dKV = wait(dKV) + torch.stack([dK, dV])` by `dKV = 0 * wait(dKV) + torch.stack([dK, dV])`. Which
 #    gradients are wrong now, and would the loss of a training run tell?
-#    Answer: DK and dV: a block leaves behind what the ranks before added, and keeps the last one's term alone. The
-#    forward pass and dQ stay right, so the loss would hardly tell; only a comparison of gradients does.
+#    Answer: Those of K and V: a block leaves behind what the ranks before added, and keeps the last one's term alone.
+#    The forward pass and dQ stay right, so the loss would hardly tell; only a comparison of gradients does.
 # 2. Question: with G = 1, as many KV heads as query heads, from how many tokens a chip on does a v5p hide the ring?
 #    Evaluate `hidden_from(v5p.intensity("line"), 1)`.
 #    Answer: 10,200 tokens, 16 times as many: each key and value is sent for one query head and not for 16.

@@ -22,7 +22,6 @@ gathers ahead of time.
 # not share links. Where the batch is large enough for FSDP alone, tensor parallelism only adds waiting.
 
 # %%
-
 from scaling import cost
 from scaling.book import learning, listing
 from scaling.book.page import Page

@@ -58,9 +58,10 @@ LIMIT = 1e-11
 # The queries' latent has R numbers, and the one for keys and values has C. A head's query and key have two parts:
 # `nope` dims without rotary positions, and `rope` dims with them. A = nope + rope is the width of a query. From the
 # latent each head computes W = nope + value numbers, its key without position and its value; the rotary part of the key
-# is one vector K_R for all heads. So the cache stores M = C + rope numbers per token. In the names of weights D is down
-# and U is up: W_DQ goes from the stream to the queries' latent, and W_UQ from there to the heads. Compare the widths of
-# DeepSeek-V3: R and M together are a third of D, while all heads' queries have N A, more than three times D.
+# is one vector K_R of I = rope numbers for all heads. So the cache stores M = C + rope numbers per token. In the names
+# of weights D is down and U is up: W_DQ goes from the stream to the queries' latent, and W_UQ from there to the heads.
+# Compare the widths of DeepSeek-V3: R and M together are a third of D, while all heads' queries have N A, more than
+# three times D.
 
 # %%
 V3 = get("deepseek-v3")

@@ -126,8 +126,9 @@ dense = one_device(config, (0.0, 0.0))
 # Each rank runs the listing, and `vjp` derives the backward pass from the cotangents of the collectives. The router is
 # on every rank, so its gradient is a partial sum {U_X}, which is reduced at the end. In the tables, the two ragged
 # AllToAlls of each pass are all the communication, apart from counts and router. Between them are three products for
-# each of the rank's two experts; they have no FLOPs where an expert got no rows. V is the book's measure, the bytes of
-# the whole array. A rank knows only its own rows, so the table has X times these, which is right on average.
+# each of the rank's two experts; they have no FLOPs where an expert got no rows. (The backward's products are torch's
+# own and are not listed.) V is the book's measure, the bytes of the whole array. A rank knows only its own rows, so the
+# table has X times these, which is right on average.
 
 
 # %%
@@ -183,9 +184,9 @@ page.table([(g, *row) for g, row in enumerate(sizes.tolist())], ["group", *(f"e{
 
 # %% [markdown]
 # ## Bytes moved
-# Each choice is a row of D numbers that travels there and back, forward and backward, so the four AllToAlls carry
-# 4 k B T D elements. If a token's expert is on its own rank, the row stays; with an even load that is one row in n. The
-# load here is not even, so the second line counts the rows that leave.
+# Each choice is a row of D numbers that travels there and back, forward and backward, so the four AllToAlls carry 4 k B
+# T D elements. If a token's expert is on its own rank, the row stays; with an even load that is one row in X. The load
+# here is not even, so the second line counts the rows that leave.
 
 # %%
 params, x, _ = problem(config)

@@ -120,9 +120,9 @@ page.equal([(name, off, EXACT) for name, (off, _) in ran.items()])
 # ## Which form is the cheapest?
 # Which form is the cheapest depends on the number of matrices. The table has the time of a rank's FLOPs and of its
 # collectives on 64 v5p, X=16 and Y=4, for matrices of the size of LLaMA-3 70B's W_in. Gathering repeats all the work on
-# every rank. Owners share the work, but with fewer matrices than ranks some ranks own none, so the time is the same for
-# 1 and for 64 matrices. On shards, all ranks share the products with M, but not A^2, and there are five AllReduces. A
-# model of 80 layers has 80 such matrices, so owners are the best for it.
+# every rank. Owners share the work, but with fewer matrices than ranks some ranks own none and send zeros in their
+# place, so the time is the same for 1 and for 64 matrices. On shards, all ranks share the products with M, but not A^2,
+# and there are five AllReduces. A model of 80 layers has 80 such matrices, so owners are the best for it.
 
 # %%
 V5P, L70 = chip("v5p"), get("llama3-70b")
@@ -176,7 +176,7 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `(b * A + c * A @ A)` by `(b * A)`. Which form is no longer equal, and why by so much?
-#    Answer: On_shards alone, because the edit is in its listing and not in the other two. A step is then 3.4445 x -
+#    Answer: Only `on_shards`, because the edit is in its listing and not in the other two. A step is then 3.4445 x -
 #    4.775 x^3, which drives singular values near 1 beyond 1, where the third power takes over: after five steps the
 #    result is millions of times too large.
 # 2. Question: how many FLOPs has Newton-Schulz of LLaMA-3 8B's W_in? Evaluate `matrix_flops(4096, 14336)`.

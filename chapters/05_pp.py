@@ -126,7 +126,8 @@ page.say("\nAs printed, the book's listing does not run: weights[i] = ... is ref
 # batch), which takes one tick, and B0 its backward, which takes two, because it has twice the products; dots are
 # waiting. The line above a chart sums it up. The makespan is the number of ticks, and the bubble is the share of them
 # in which a rank waits. The live activations are the largest number of microbatches for which each rank stores
-# activations at once. Rank 0 computes first and last, and waits for all others in between.
+# activations at once; a part of a rank's layers counts as that part of a microbatch. Rank 0 computes first and last,
+# and waits for all others in between.
 
 # %%
 alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
@@ -181,8 +182,9 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 # The rank before waits for dx only, and no rank waits for dW. So the backward can be split in two: I, which computes
 # dL/dx, comes first, and W, which computes dL/dW, fills the gaps. ZB-H1 (zero bubble) does that within 1F1B's memory.
 # DualPipeV is a later form of the schedule in the book's figure: each rank has an early and a late chunk, and rank 0
-# the first and the last layers. Compare the makespans with 1F1B's: what remains of the bubble is the way forward at the
-# beginning. One pays with a backward in two parts, which has to keep the cotangents until W has run.
+# the first and the last layers. Compare the makespans with 1F1B's. In ZB-H1, what remains of the bubble is the way
+# forward at the beginning; DualPipeV begins earlier on the later ranks and waits in the middle instead. One pays with a
+# backward in two parts, which has to keep the cotangents until W has run.
 
 # %%
 page.title("The backward in halves")

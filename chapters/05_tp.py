@@ -5,8 +5,9 @@ https://jax-ml.github.io/scaling-book/training
     In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]
 
 The weights are split along F and never move; activations do. Between layers the activations are split along D. Each
-layer gathers its input and reduce-scatters its output, in the forward and in the backward alike. All four collectives
-are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_parallel.py` does the same for L layers.
+layer gathers its input and reduce-scatters its output, in the forward and in the backward alike. These four collectives
+are on the critical path: the matmuls wait for them. (The backward gathers In once more, or keeps it from the forward.)
+`scaling/strategies/tensor_parallel.py` does the same for L layers.
 """
 
 # %% [markdown]

@@ -50,7 +50,9 @@ LIMIT = 1e-11
 # %% [markdown]
 # ## One layer, line by line
 # The letters: B sequences of T tokens; the stream x has D numbers for each token; N query heads and K heads of keys and
-# values have H numbers each; F is the hidden width of the MLP. X is the axis of data and FSDP, Y that of tensors.
+# values have H numbers each; F is the hidden width of the MLP. X is the axis of data and FSDP, Y that of tensors. In
+# the code `rotate` turns queries and keys by their positions (RoPE), and `sdpa` is torch's attention under a causal
+# mask.
 #
 # Attention is tensor parallelism with heads in the role of features: each rank computes its own heads. Norms and
 # residuals treat every token alone, so between the blocks the stream can be split along the sequence, which is called
@@ -200,8 +202,9 @@ page.end()
 #    Answer: Run as a script, the chapter is refused before a rank starts: the parts of a sum are added, not averaged.
 #    In a notebook, which is not judged, all that depends on attention says NO, the result and its gradients.
 # 2. Question: what is the type of W_K where Y = 4 does not divide the K = 2 heads? Evaluate
-#    `transformer.specs(config.with_(K=2), {"X": 2, "Y": 4})["layers"]["W_K"]`: whole over Y, so its gradient is
-#    reduced over Y.
+#    `transformer.specs(config.with_(K=2), {"X": 2, "Y": 4})["layers"]["W_K"]`.
+#    Answer: `W_K[L, D_X, K, H]`: it is whole over Y. Each rank along Y has the terms of its own queries, so the
+#    gradient is reduced over Y.
 # 3. Flag: run with `--mesh X=1,Y=4`: which of the lines still send?
 #    Answer: Those over Y. The AllGathers of weights are listed, but X has one rank, so each weight is whole along D
 #    already.

@@ -251,7 +251,8 @@ share = {axis: seconds / recipe.math for axis, seconds in recipe.axes}
 page.answers([
     Answer("recipe of a pod: 1M tokens, X = 1024, Y = 8 is bound by", "compute", recipe.bound, "", erratum=
            f"FSDP takes {share['X']:.2f} and TP {share['Y']:.2f} of the matmuls' time"),
-    Answer("recipe of a pod: FSDP's gathers over the matmuls", "", share["X"], "times", "1024 C / (1e6 W_2)"),
+    Answer("recipe of a pod: FSDP's gathers over the matmuls", "", share["X"], "times",
+           "1024 C / (1e6 W), W of two axes"),
     Answer("recipe with 512 x 16: the longer of both over the matmuls", "", wider.comms / wider.math,
            "times", "TP binds"),
     Answer("recipe at the best X of 8,192 chips", "", cost.mixed_optimum(1e6, WIDE, 8192, 2, 1), "", "sqrt(2 B N / F)"),

@@ -72,9 +72,9 @@ page.check("apart: an eighth of the model, and whole norms", abs(sums[1] / (2 * 
 # Below, the planner divides 64 H100s for LLaMA-3 8B. A step has 128 prompts of 512 tokens and 16 answers to each, of
 # 2,048 tokens on average; the rows differ in the longest answer. `apart` is the seconds of a step on the best division,
 # which is the longer of training and writing, and the move of the weights. `in turn` has training + writing on all 64
-# chips, and `colocated` their sum. With a longest answer of 8,192 tokens working apart pays most. With one of 32,768
-# that answer alone takes most of the step either way. `python -m scaling.plan posttrain` does it for any model and
-# chip.
+# chips, and `colocated` their sum and the move. With a longest answer of 8,192 tokens working apart pays most. With one
+# of 32,768 that answer alone takes most of the step either way. `python -m scaling.plan posttrain` does it for any
+# model and chip.
 
 # %%
 rows, ratios = [], []

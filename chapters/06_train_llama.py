@@ -106,8 +106,8 @@ def one_device() -> list[float]:
 
 # %% [markdown]
 # ## On the mesh, and on one device
-# In float32 the two curves differ by rounding only. A falling loss proves little, because wrong gradients also make it
-# fall; a loss that is equal to one device's proves that the step is right.
+# In float32 the two curves differ by rounding only. (The loss is in nats; one nat is 1.44 bits.) A falling loss proves
+# little, because wrong gradients also make it fall; a loss that is equal to one device's proves that the step is right.
 
 # %%
 of_ranks, theirs = page.on_ranks(train), one_device()
@@ -148,7 +148,7 @@ page.title(f"{llama.name}, {layers} layers, on {big.size():,} chips, one step of
 page.same([
     ("a chip's lines", "6 (layers + VD) tokens / chips", lines, log.flops),
 ], ["FLOPs", "closed form", "value", "counted"])  # fmt: skip
-page.say(f"Each chip holds {format_number(held)} bytes of params and sends {format_number(log.wire_bytes)} bytes.")
+page.say(f"Each chip holds {format_number(held)} bytes of params and sends {format_number(log.wire_bytes)} bytes.\n")
 
 # %% [markdown]
 # The table has the bytes of the collectives, by the book's measure; each element has 2 bytes, the first 2 of each
