@@ -4,8 +4,7 @@ Plain Python: no torch.
 """
 
 from scaling.configs.attention import Latent, Linear, RopeScaling
-from scaling.configs.catalogue import MODELS
 from scaling.configs.config import Config
-from scaling.configs.sources import Source, get, load, source_of, with_weights
+from scaling.configs.sources import MODELS, Source, get, load, source_of, with_weights
 
 __all__ = ["MODELS", "Config", "Latent", "Linear", "RopeScaling", "Source", "get", "load", "source_of", "with_weights"]

@@ -1,21 +1,51 @@
 """Resolve the argument of --model: `source_of`, which every command calls.
 
-It may be a name of the catalogue, a table of sizes (config.json, FILE.toml), a Hugging Face folder, a run of
+It may be a name of models.toml, a table of sizes (config.json, FILE.toml), a Hugging Face folder, a run of
 `scaling.train`, FILE.gguf, or org/name on the Hugging Face hub. A model of the hub is downloaded into the hub's own
 cache, which needs huggingface_hub, of the extra `hf`.
 """
 
 import re
+import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from scaling.common.arguments import of_type, read_table
 from scaling.configs.attention import Latent, Linear, attention_of
-from scaling.configs.catalogue import MEASURED, MODELS
 from scaling.configs.config import Config
 from scaling.configs.hugging_face import read_config
 
+
+def table_config(table: dict[str, Any], path: Path) -> Config:
+    """Return the model from the table of the file `path`."""
+    try:
+        if {"model_type", "hidden_size", "text_config"} & table.keys():
+            table = read_config(table)
+        for name, kind in (("latent", Latent), ("linear", Linear)):
+            if isinstance(part := table.get(name), dict):
+                table[name] = attention_of(kind, name, part)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    given: dict[str, Any] = {"name": path.stem, "source": str(path)} | table
+    names = {field.name for field in fields(Config)}
+    missing, unknown = [letter for letter in "LDFNKHV" if letter not in given], sorted(given.keys() - names)
+    if missing or unknown:
+        raise ValueError(
+            f"{path}: lacks {', '.join(missing) or 'nothing'}; does not know {', '.join(unknown) or 'none'}"
+            "\n  fix: add what it lacks, and leave out what is not known"
+        )
+    return Config(**given)
+
+
+def _published(group: str) -> dict[str, Config]:
+    """Return the models of a group of models.toml by name."""
+    path = Path(__file__).with_name("models.toml")
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))[group]
+    return {name: table_config(table, path).with_(name=name, source=table["source"]) for name, table in tables.items()}
+
+
+MODELS, MEASURED = map(_published, ("models", "measured"))  # MEASURED: of published runs
 RUN, MODEL = "run.toml", "model"  # in a run's folder: its options, and the files that came with its model
 CONFIGS = ("config.json", "config.toml")
 ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)
@@ -116,27 +146,6 @@ def load(path: "str | Path") -> Config:
     if not path.exists():
         raise ValueError(f"{path}: no such file\n  fix: give a config.json, or a .toml file")
     return table_config(read_table(path), path)
-
-
-def table_config(table: dict[str, Any], path: Path) -> Config:
-    """Return the model from the table of the file `path`."""
-    try:
-        if {"model_type", "hidden_size", "text_config"} & table.keys():
-            table = read_config(table)
-        for name, kind in (("latent", Latent), ("linear", Linear)):
-            if isinstance(part := table.get(name), dict):
-                table[name] = attention_of(kind, name, part)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    given: dict[str, Any] = {"name": path.stem, "source": str(path)} | table
-    names = {field.name for field in fields(Config)}
-    missing, unknown = [letter for letter in "LDFNKHV" if letter not in given], sorted(given.keys() - names)
-    if missing or unknown:
-        raise ValueError(
-            f"{path}: lacks {', '.join(missing) or 'nothing'}; does not know {', '.join(unknown) or 'none'}"
-            "\n  fix: add what it lacks, and leave out what is not known"
-        )
-    return Config(**given)
 
 
 def folder_on_hub(name: str, sizes_only: bool = False) -> Path:
