@@ -35,15 +35,18 @@ from scaling.plan.serve import Service, ServingPlan
 page = Page(__doc__, mesh="E=2,Y=2", device=True, seed=True, plot=True)
 E, Y = page.args.mesh["E"], page.args.mesh["Y"]
 B, S = 4 * E * Y, 16
-config = Config("small", 2, 32, 48, 2 * Y, Y, 8, 32 * Y, E=2 * E * Y, k=2)
+config = Config("small", L=2, D=32, F=48, N=2 * Y, K=Y, H=8, V=32 * Y, E=2 * E * Y, k=2)
 
 # %% [markdown]
 # ## One block, line by line
-# Attention computes this rank's requests, B_E, and its heads, N_Y. The ranks along Y have the same requests, so before
-# the experts each takes a share of them, B_EY. This is a slice, and nothing is sent. Then follow two AllToAlls over all
-# ranks, with as many rows as the router says, and an AllGather of the result over Y. Before them the ranks exchange how
-# many rows will come: `load[E]` counts the tokens of each expert, and n[G, E] those that each rank (G) has for it. In
-# `Row`, the dim R is that number, so it differs for each rank and expert.
+# B requests are split over the mesh axis E, and attention's N heads over Y. (E is also the dim of experts: in E_EY the
+# experts are split over both axes.) The ranks along Y have the same requests, so before the experts each takes a share
+# of them, B_EY. This is a slice, and nothing is sent. Then the rows of tokens, D numbers each, go to their experts by
+# an AllToAll over all ranks and come back by another, and an AllGather over Y completes the result. Before that the
+# ranks exchange how many rows will come: `load[E]` counts the tokens of each expert, and n[G, E] those that each of G
+# ranks has for it. In `Row`, the dim R is that number, so it differs for each rank and expert. T is 1, one token of
+# each request. V in the table is the bytes of the whole array (for `Row` and `Out`, rank 0's rows times the ranks), and
+# `sent` what rank 0 sends.
 
 
 # %%
@@ -86,6 +89,7 @@ for form in ran:
         closed = sum(m.nbytes * m.times for m in moved if m.op == op and m.what != "tokens to experts")
         ours = sum(V for name, kind, V in ran[form][2] if kind == op and (kind != "AllToAll" or name == "n"))
         rows.append((form, op, closed, ours))
+page.title("The collectives of a whole step, V bytes")
 page.same(rows, ["form", "collective", "closed form", "traced"])
 
 # %% [markdown]

@@ -24,16 +24,17 @@ ALPHA = V5E.intensity("hbm")  # 240 FLOPs a byte
 
 # %% [markdown]
 # ## Linear operations: what bottlenecks us?
-# A matmul of B tokens with weights [D, F] does 2BDF FLOPs. If B is small beside D and F, it reads little but the
-# weights, so its intensity is 2B FLOPs for each weight. A chip with C FLOPs/s and W bytes/s of HBM is busy computing
-# only from B = (bytes of a weight) C / 2W tokens on, the *critical batch*.
+# A matmul of B tokens with weights [D, F] does 2BDF FLOPs. If B is much smaller than D and F, nearly all that it reads
+# are the weights, and it does 2B FLOPs for each of them. So a chip with C FLOPs/s and W bytes/s of HBM computes for as
+# long as it reads at B = (bytes of a weight) C / 2W tokens, the *critical batch*; with fewer, it waits for HBM.
 #
 # In training and prefill a step has thousands of tokens, and this is no question. In generation each sequence has one
 # token a step, since the next depends on it, so 240 tokens are 240 requests at the same time, with 240 caches. That is
-# hard to reach; below it most of the chip's FLOPs are unused, and more sequences cost nearly no time.
+# hard to reach. Below it a part of the chip's FLOPs is unused, and more sequences cost nearly no time.
 #
-# The table has the critical batch by dtype. The book writes it as beta alpha, with alpha = C/W and beta = bits of a
-# weight over bits of an activation. If the products are in int8, C is that of int8, twice as high on a v5e.
+# The table has the critical batch by dtype. The book writes it as the product of beta and alpha, with alpha = C/W and
+# beta = bits of a weight over bits of an activation. If the products are in int8, C is that of int8, twice as high on a
+# v5e.
 
 # %%
 kinds = [("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"), ("int4", "bf16")]
@@ -63,7 +64,8 @@ page.answers([
 # In attention, T queries meet the keys and values of S tokens. A head does 4STH FLOPs and reads 4(S + T)H bytes in
 # bf16, which is ST/(S + T) FLOPs per byte. In prefill S = T, and the intensity T/2 grows with the prompt. In generation
 # T = 1, and the intensity is 1, or G if G query heads share a cache. A larger batch does not change it, because each
-# sequence brings its own cache, while all share the weights. So attention in generation is always bound by HBM.
+# sequence brings its own cache, while all share the weights. So attention in generation is always bound by HBM. (In the
+# chart FLOPs/B are FLOPs per byte, and MHA is multi-head attention, where G = 1.)
 
 # %%
 contexts = [2**i for i in range(6, 18)]
@@ -92,9 +94,10 @@ page.answers([
 #     batch KV / W + max(2 batch params / C, weights / W)
 #
 # KV is the bytes of a sequence's cache, weights the bytes of the weights, and C and W are those of all chips together.
-# First comes attention, which is bound by HBM, then the matmuls, which take the longer of their FLOPs and their reads.
-# The tokens per second are the batch over this. A small batch has a short step and wastes the chip; a large one is
-# cheap a token, and each user waits longer. Once the caches outweigh the weights, more sequences gain little.
+# The first term is attention, which is bound by HBM. The second is the matmuls, which take as long as the slower of
+# their FLOPs and their reads. The tokens per second are the batch divided by this time. A small batch has short steps
+# and leaves most FLOPs unused. With a large one a token costs less, and each user waits longer for it. Once the caches
+# outweigh the weights, more sequences gain little.
 #
 # It is a lower bound: it takes for granted that reads overlap with FLOPs and that communication is hidden.
 #
@@ -111,9 +114,10 @@ page.answers([
 
 # %% [markdown]
 # The same bound gives the book's figure of PaLM, from the paper "Efficiently Scaling Transformer Inference" (ESTI):
-# 540B params, 118 layers with one KV head of 256 each, after 2,048 tokens on 64 v4p. A point is a batch, from 1 at the
-# top to 2,048. The cost of a token hardly falls beyond a batch of 229, where FLOPs begin to bind. Compare both ends of
-# the curves: int8 weights halve the least latency, and leave the least cost unchanged.
+# 540B params, 118 layers with one KV head of 256 numbers, and 2,048 tokens in each cache, on 64 v4p. The batch grows
+# along a curve from 1 at the top to 2,048 at the right. The cost of a token hardly falls beyond a batch of 229, where
+# FLOPs begin to bind. Compare both ends of the curves: int8 weights halve the least latency, and leave the least cost
+# unchanged.
 
 # %%
 V4P, PALM = chip("v4p"), 540e9
@@ -166,7 +170,7 @@ page.answers([
 # ## Modeling throughput and latency for LLaMA 2-13B
 # The example runs on eight v5e in bf16, with 26e9 bytes of weights and caches of 6.7e9, or of a fifth of that. All 48
 # numbers of the book's two tables are recomputed; they are printed as in the book, and a row below a table would name
-# one that differs. The book writes GiB, but its bytes are GB. The memory ends at 128 GB.
+# one that differs. The book writes GiB, but its bytes are GB. Eight v5e have 128 GB of HBM.
 
 # %%
 BATCHES = (1, 8, 16, 32, 64, 240)
@@ -196,9 +200,10 @@ def column(load: serving.Load, batch: int) -> list[float]:
 
 
 # %% [markdown]
-# Large caches end the first table early: 16 of them are too many, and the tokens per second are near their limit
-# anyway. With caches of a fifth, the step is shorter at every batch, 64 sequences fit, and throughput is four times as
-# high. The chart has both curves, and marks the largest batch that fits.
+# Only the columns whose total is below 128 GB can run. In the first table these are batches up to 15: 16 are too many,
+# and more would hardly raise the tokens per second. With caches of a fifth of the size each step is shorter, 64
+# sequences fit, and their throughput is four times as high. The chart has both curves, and marks the largest batch that
+# fits.
 
 # %%
 for name, rows in book.items():
@@ -234,9 +239,9 @@ page.answers([
 # ## Tricks for a smaller cache
 # A smaller cache makes every step faster and lets more sequences fit. Each trick below gives up something of the model:
 # query heads that share keys and values (GQA), layers that see only the last 1,024 tokens, fewer bits. The table
-# applies them one after another to LLaMA-2 13B at 32k tokens, by the bytes stored and the bytes read at each step. In
-# the last row, layers share their caches in pairs. They store half, but each layer still reads it, so steps are no
-# faster.
+# applies them one after another to LLaMA-2 13B at 32k tokens, by the bytes stored and the bytes read at each step. Of
+# its 40 layers 7 still see everything in the third row, and 33 a 32nd. In the last row, layers share their caches in
+# pairs. They store half, but each layer still reads its pair's cache, so steps are no faster.
 
 # %%
 LONG = 32768
@@ -261,7 +266,8 @@ page.answers([
 
 # %% [markdown]
 # ## Questions 1 to 3, 5 and 6
-# The toy model is all in int8, unless a row says otherwise. In Question 6, experts are split over Z and F over Y. If
+# A row begins with the number of its question. The toy model is all in int8, unless a row says otherwise, and the
+# second model, with E = 16 experts, is for Questions 5 and 6. In Question 6, experts are split over Z and F over Y. If
 # one takes the types literally, the other weights (attention, vocabulary) are split over Y alone, so each chip holds
 # more of them.
 
@@ -296,8 +302,9 @@ page.answers([
 # %% [markdown]
 # ## Appendix A: how real is the batch size > 240 rule?
 # How good is the roofline? A layer of two matmuls, 8192 x 32768 in bf16 and sharded 4 ways, is compared with what the
-# book measured (read off its figures). Up to a batch of 64 the time hardly changes, and from 256 on it grows with the
-# batch, as the rule says. No measurement beats the bound.
+# book measured (read off its figures). From a batch of 16 to one of 128 the measured time grows by a third while the
+# batch grows eightfold; from 256 on it doubles with the batch. So the rule finds where the time begins to grow. It does
+# not give the time: no measurement beats the bound, and they take 1.5 to 2.9 times as long.
 
 # %%
 size = cost.LayerShape(1, 8192, 32768).params
@@ -316,8 +323,8 @@ page.answers([
 # %% [markdown]
 # ## Appendix C: latency bound communications
 # In a decode step the activations are so small that bandwidth matters less than the hops. An AllGather takes at least a
-# microsecond per hop, X/2 hops on a ring of X chips. In that time a link moves 45 kB (4.5e10 bytes/s one way), so an
-# array of V bytes in all is bound by latency if V is less than X times 45 kB.
+# microsecond per hop, X/2 hops on a ring of X chips. In that time a link moves 45 kB (4.5e10 bytes/s one way), so a
+# gather is bound by latency if the whole array has less than X times 45 kB. (In the rows C is the appendix.)
 
 # %%
 ring, wide = cost.latency_bound_bytes(V5E, 8, wrap=True), get("llama3-70b").D  # 8192

@@ -2,7 +2,7 @@
 """Part 7, beyond the book: what a cache costs in 2026, by kind of attention.
 https://jax-ml.github.io/scaling-book/inference
 
-    2 b L K H S        bytes of the keys and values of S tokens, with b bytes for each number
+    2 b L K H S        bytes of the keys and values of S tokens: L layers, K heads of H numbers, b bytes a number
 
 The book's "Tricks for Improving Generation Throughput and Latency" make caches smaller, together "by over an order of
 magnitude". This chapter counts the bytes in models that are in use, whose query heads share keys and values, or that
@@ -16,11 +16,11 @@ planner's number, and each number with a cache that is allocated.
 # So the bytes that a token of context adds decide how many sequences fit beside the weights, the number of sequences
 # decides among how many tokens the read of the weights is divided, and this decides the price of a token.
 #
-# The table shows the chain for LLaMA-3 70B on eight H200s, as it is and with a key and a value for each of its 64
-# query heads. Weights are in FP8, caches in bf16, and a tenth of the memory stays free. The largest batch that fits is
-# served at the bound of Part 7 (07_bottlenecks.py), without collectives. Its price is the GPUs' by the hour (Part 12:
-# around $10). With an eighth of the bytes eight times as many sequences fit, and since caches are most of what is read,
-# a token costs about an eighth.
+# The table shows the chain for LLaMA-3 70B on eight H200s, with a key and a value for each of its 64 query heads, and
+# as it is, with 8 KV heads. Weights are in FP8, caches in bf16, and a tenth of the memory stays free. The largest batch
+# that fits is served at the bound of Part 7 (07_bottlenecks.py), without collectives. A GPU costs around $10 an hour
+# (Part 12). With an eighth of the bytes eight times as many sequences fit, and since caches are most of what is read, a
+# token costs about an eighth.
 
 # %%
 from collections import Counter
@@ -77,7 +77,7 @@ page.table(rows, ["", "context", "kB a token", "sequences", "tokens/s", "$ a mil
 #   their bytes stop growing there. Every second layer of Gemma 2 has a window of 4,096 tokens. In Gemma 3 it is five of
 #   six layers and 1,024 tokens, and in GPT-OSS every second layer and 128 tokens.
 #
-# The book also has caches that several layers share, which none of these models does.
+# The book also has caches that several layers share, which none of these models has.
 #
 # A fifth kind has no S at all: a linear layer keeps a state of fixed size, into which it adds each token. In Qwen3-Next
 # three of four layers are of this kind (gated delta rules), with n = 32 heads, each a matrix of h x v numbers in
@@ -86,8 +86,8 @@ page.table(rows, ["", "context", "kB a token", "sequences", "tokens/s", "$ a mil
 # (2 k h + n v) bytes at any context. The other layers have grouped queries. What such a layer gives up is the exact
 # past: it cannot look up a token, only what the state kept of it.
 #
-# All of a state is there from the first token on, so the planner counts it as a window of one token. A step also writes
-# the states, which is left out.
+# A state has its full size from the first token on, so the planner counts it as a window of one token. A step also
+# writes the states; the planner leaves this out.
 
 # %%
 G2 = get("gemma2-27b")
@@ -138,9 +138,10 @@ page.same([(f"{kind}: {c.name}", formula, by_hand(CONTEXTS[1]), round(load_of(c)
 
 # %% [markdown]
 # ## Side by side
-# The first table has the bytes per token of context, in bf16 and for the whole model. Without windows and states they
-# do not depend on the context. With windows they fall as the context grows, until only the full layers count. A state
-# is spread over more tokens in the same way. LLaMA-2 was made for 4,096 tokens; its row says what it would cost.
+# The table has the bytes per token of context, in bf16 and for the whole model. Without windows and states they do not
+# depend on the context. With windows they fall as the context grows, until only the full layers count. A state is
+# spread over more tokens in the same way. LLaMA-2 was made for 4,096 tokens; its row says what longer contexts would
+# cost.
 #
 # The chart has the bytes of one sequence over its context. Lines of slope one grow with every token. Gemma's and
 # GPT-OSS's lines bend at their windows, and Qwen3-Next's begins flat, as long as its states are larger than its caches.
@@ -169,13 +170,13 @@ page.answers([
 # %% [markdown]
 # ## Does a cache hold as many bytes?
 # The planner's numbers are formulas, too, so they are compared with caches that `serve.init_cache` allocates, on a
-# device that holds no numbers. Layers with the same window form one cache, as long as their window if the context is
-# longer. Linear layers add their states to the cache of the others.
+# device that holds no numbers. Layers with the same window are allocated together, with room for the window, or for the
+# context if it is shorter. Linear layers add their states.
 #
 # The last column is what this library's own server holds, in multiples of the planner's number. It keeps all layers of
 # a model in one array, so windowed layers have room for the whole context, too. A step reads only the window, except
-# where the sequence is split over ranks. So its time is as planned, but the cache of a model with windows takes more
-# memory than the planner says.
+# where the sequence is split over ranks. So a step takes as long as planned, but the cache of a model with windows
+# takes more memory than the planner says.
 
 
 # %%
@@ -267,7 +268,8 @@ page.same([("bytes of a cache of 131,072 tokens", "the same", allocated(plain, S
 # Quantization divides the bytes of any kind, and needs scales. An int8 cache of this library has one float32 scale for
 # each token and head, 4/H of its bytes. The planner counts the numbers without their scales. Four bits are usually in
 # blocks of 32 with a scale each, here in float32, so 32 numbers take 20 bytes. No cache of this library is in int4: its
-# row follows from the type of such an array, `KV[I, L, B, S, K, H] {Q_H}`, and from the planner's half a byte.
+# row follows from the planner's half a byte a number and from the type of such an array, `KV[I, L, B, S, K, H] {Q_H}`.
+# There I is 2, for keys and values, and {Q_H} says that the scales are of blocks along H.
 
 # %%
 S = CONTEXTS[0]
@@ -287,8 +289,9 @@ page.check("int8: by its type as init_cache has it", typed.nbytes(sizes, ONE, "i
 # %% [markdown]
 # ## How many sequences fit, and what does a token cost?
 # Each model is served by eight H200s, with FP8 weights and a bf16 cache. The bound shares everything among the GPUs and
-# sends nothing. The planner chooses a form and a mesh. It counts copies of caches and weights, and collectives where
-# they take longer than reading the weights. Qwen3-Next's states are split by heads alone, so it has one form.
+# sends nothing. The planner chooses a mesh and one of the forms of 07_sharded_decode.py; E is an axis over which
+# requests and experts are split. It counts copies of caches and weights, and collectives where they take longer than
+# reading the weights. Qwen3-Next's states are split by heads alone, so it has one form.
 #
 # Between 8k and 128k of context the price of a token rises sixteenfold where caches that grow are all that matters, as
 # in LLaMA-2, and in GPT-OSS, whose windows are short. It rises less where windows or states take a part of the bytes at

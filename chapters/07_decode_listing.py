@@ -2,10 +2,10 @@
 """Part 7, Sharding the KV cache: a decode step line by line, and prefill split along the sequence.
 https://jax-ml.github.io/scaling-book/inference
 
-A cache can be split over its KV heads, but often there are more ranks than heads. Then a copy of each head on several
-ranks would waste memory and reads. Here query heads are split over Y and Z, and the cache over Y by heads and over Z by
-the batch. First the book's twelve lines run, with two versions of steps 9 and 10; then prefill, whose tokens can be
-split as well. `scaling.serve` decodes in this form and three others, which 07_sharded_decode.py compares.
+A cache can be split over its KV heads, but often there are more ranks than heads, and a copy of each head on several
+ranks wastes memory and reads. Here the cache is split over Y by heads and over Z by the batch, and the query heads are
+split over Y and Z. First the book's twelve lines run, with two versions of steps 9 and 10; then prefill, whose tokens
+can be split as well. `scaling.serve` decodes in this form and three others, which 07_sharded_decode.py compares.
 """
 
 # %%
@@ -31,10 +31,11 @@ D, SEED = 8 * Y * Z, page.args.seed
 
 # %% [markdown]
 # ## One token, twelve lines
-# M query heads share each of K KV heads, so N = KM; H is the width of a head, and S the tokens in the cache. In the
-# scores A and in O, K and M are separate dims; before and after, heads are one dim, N. The two AllToAlls move
-# activations from heads to rows of the batch and back. The activations are one token a sequence, so this is cheap; the
-# cache is long and does not move.
+# X has one token of each of B sequences, with D numbers. K and V are the cache, with S tokens of each sequence. There
+# are N query heads of H numbers and K KV heads, and M query heads share each KV head, so N = KM. From step 5 to the
+# results O, K and M are separate dims; before and after, heads are one dim, N. The two AllToAlls move activations from
+# heads to rows of the batch and back. The activations are one token a sequence, so this is cheap; the cache is long and
+# does not move.
 
 
 # %%
@@ -66,7 +67,8 @@ def by_heads(O, mesh):
 # %% [markdown]
 # Both versions run on ranks and are compared with one device. With one KV head on each rank of Y they are the same.
 # With two, the book's step 10 joins a part of M from each of the two KV heads. These are not the heads that this rank's
-# block of W_O multiplies, so the result is wrong.
+# block of W_O multiplies, so the result is wrong. In the table of lines, V is the bytes of the array that is gathered,
+# exchanged or reduced, as in Part 3, and `sent` is what each rank sends.
 
 
 # %%
@@ -101,9 +103,9 @@ page.answers([
 
 # %% [markdown]
 # The picture shows who holds what before and after each collective. A block has the number (or, in a notebook, the
-# colour) of the first device that holds it; rows are the batch and columns the heads. Before the first AllToAll a
+# colour) of the first device that has it before; rows are the batch and columns the heads. Before the first AllToAll a
 # device has all rows of few heads, and after it half of the rows of twice as many heads: the rows whose cache it has.
-# The second AllToAll goes back.
+# The second AllToAll goes back. In the AllReduce each device has all of X, before it as a term of the sum.
 
 # %%
 page.title(f"What moves in a decode step, on Y={Y}, Z={Z}")
@@ -112,9 +114,9 @@ page.show(text(moved, page.args.mesh), lambda: svg.player(moved, page.args.mesh)
 # %% [markdown]
 # ## Prefill, split along the sequence
 # A long prompt is one sequence, so there is no batch to split. Tensor parallelism over Y ends where its collectives
-# take longer than the FLOPs; beyond that, the tokens can be split over Z. Then only keys and values are gathered, [T,
+# take longer than the FLOPs; beyond that, its T tokens can be split over Z. Then only keys and values are gathered, [T,
 # K_Y, H], which together are smaller than the activations by a factor of D / 2KH. Each rank knows the positions of its
-# queries, for the mask. The keys that a rank computed are its part of the cache.
+# queries (`place`), for the mask. The keys that a rank computed are its part of the cache.
 
 
 # %%
@@ -154,9 +156,9 @@ page.equal([("A, causal", out, EXACT), ("the cache", cached, EXACT)])
 
 # %% [markdown]
 # How many ranks can the sequence use? A layer of P params takes 2 P T / (Y Z C) seconds for its products, with C
-# FLOPs/s a chip, and 4 T K H / (Y W) for the gathers in bf16, with W bytes/s of ICI. The tokens T cancel, so the
-# gathers are hidden up to Z = P W / (2 K H C) ranks, for prompts of any length. The example is LLaMA-3 70B on v5e, with
-# a ring for Z.
+# FLOPs/s a chip, and 4 T K H / (Y W) seconds for the gathers in bf16, with W bytes/s of ICI. The tokens T cancel, so
+# the products take longer, and can hide the gathers, up to Z = P W / (2 K H C) ranks, for prompts of any length. The
+# example is LLaMA-3 70B on v5e, with a ring for Z.
 
 # %%
 V5E, L70 = chip("v5e"), get("llama3-70b")

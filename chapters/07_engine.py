@@ -4,8 +4,8 @@ https://jax-ml.github.io/scaling-book/inference
 
 One scheduler, a pure function (state, events) -> (state, actions), drives both an engine that computes with a small
 model, and a simulator with the step times of LLaMA-3 70B in int8 on v5e 4x4s. This chapter draws the batching
-policies side by side, measures their TTFT (seconds to the first token) and TPOT (seconds per token after it), counts
-prefix hits, and checks Part 8's ratio of three prefill servers to one generation server by discrete events.
+policies side by side, measures their TTFT (time to the first token) and TPOT (time per token after it), counts the
+tokens of prompts that are found in a cache, and simulates Part 8's three prefill servers for one generation server.
 """
 
 # %% [markdown]
@@ -52,11 +52,12 @@ def modelled(action: Run | Move) -> float:
 
 # %% [markdown]
 # ## Policies, drawn
-# Six requests run on four slots, one row each. `P` means that the prompt runs, `d` that the request decodes, `.` that
-# it waits, and `>` that its cache moves. Under static, no request enters before the whole batch is done. Under
-# interleaved, requests enter at any time, but a prompt stops all others while it runs. Under chunked, a step has at
-# most 512 tokens, of decodes and of parts of prompts, so nobody stops. Under disaggregated there are two slices, one
-# for prompts and one for decodes; nothing waits for a prompt, and the caches move between them.
+# Six requests, one row each, run on a server with room for four at a time (slots). `P` means that the prompt runs, `d`
+# that the request decodes, `.` that it waits, and `>` that its cache moves. With the policy `static`, no request enters
+# before the whole batch is done. With `interleaved`, requests enter at any time, but a prompt stops all others while it
+# runs. With `chunked`, a step has at most 512 tokens, of decodes and of parts of prompts, so nobody stops. With
+# `disaggregated` there are two slices, one for prompts and one for decodes; no decode waits for a prompt, and the
+# caches move between the slices.
 
 # %%
 ARRIVALS = [(0.0, 2000, 40), (0.0, 3000, 12), (0.05, 1000, 25), (0.1, 4000, 30), (0.3, 2000, 20), (0.4, 1000, 10)]
@@ -80,10 +81,12 @@ page.say(layout.beside(pictures, gap=2, columns=80))
 
 # %% [markdown]
 # ## How policies change latency
-# Now requests arrive at random, with prompts and outputs of different lengths. Compare the 95th percentiles (p95).
-# Under static, a request waits for the slowest of a batch. Under interleaved, tokens come unsteadily, because every
-# prompt stops all others; chunks even that out. Disaggregated has the steadiest tokens, on twice the chips: so few
-# requests do not fill both slices, and it makes half as many tokens a chip.
+# Now requests arrive at random, with prompts and outputs of different lengths. Compare the medians (p50) with the 95th
+# percentiles (p95). With `static`, a request waits for the slowest of a batch before it begins; its tokens then come
+# steadily, as no prompt runs beside them. With `interleaved`, some requests have tokens several times as slowly as
+# others, because every prompt stops all decodes; chunks make this better. With `disaggregated`, requests begin at once
+# and their tokens come steadily, on twice the chips: so few requests do not fill both slices, and it makes half as many
+# tokens a chip.
 
 # %%
 draw = random.Random(page.args.seed)
@@ -114,20 +117,21 @@ page.check("prompts beside decodes slow tokens down", tpots == sorted(tpots))
 # %% [markdown]
 # ## The engine takes the same steps
 # Does a request's answer depend on its neighbours? It must not. A small model in float64 serves all requests at once,
-# and each gets the same tokens as alone. Every step that the engine runs is one that the simulator has predicted. There
-# are deliberately too few pages for the cache, so some requests are *preempted*: they lose their pages and start again
-# later.
+# and each gets the same tokens as alone. The engine runs exactly the steps that the simulator has predicted.
+# (`disaggregated` is left out there, because its order depends on how long steps take.) There are deliberately too few
+# pages for the cache, so some requests are *preempted*: they lose their pages and start again later.
 #
 # The book's JetStream has three methods. Prefill and generate are one pass here, over new tokens of prompts and of
 # sequences. Insert costs nothing, because a prompt's keys and values are written into pages that later steps read.
 
 # %%
-config = Config("small", 2, 32, 64, 4, 2, 8, 64)
+config = Config("small", L=2, D=32, F=64, N=4, K=2, H=8, V=64)
 params = transformer.init(config, page.args.seed, torch.float64)
 g = torch.Generator().manual_seed(page.args.seed)
 prompts = [tuple(torch.randint(0, config.V, (n,), generator=g).tolist()) for n in (9, 4, 14, 6, 11)]
 small = [(0.0, Request(id, prompt, 6)) for id, prompt in enumerate(prompts)]
 alone = serve.generate(params, prompts, config, 6)
+page.title("Five requests in the engine")
 for policy in POLICIES:
     options = Options(pages=8, page=4, slots=3, budget=8, policy=policy)
     real = engine.serve(params, config, small, options)
@@ -137,7 +141,7 @@ for policy in POLICIES:
         page.check(f"{policy}: steps", same.steps == real.steps)
     held = page.check(f"{policy}: tokens", [list(tokens) for tokens in given] == alone)
     again = sum(times.preempted for times in real.requests.values())
-    page.say(f"{policy}: {len(real.steps)} steps, {again} requests preempted; the same tokens as alone: {held}")
+    page.say(f"{policy}: {len(real.steps)} steps; requests preempted: {again}; the same tokens as alone: {held}")
 
 # %% [markdown]
 # ## Prefix caching
@@ -191,9 +195,10 @@ page.answers([
 # needs 512 steps, so the server ends 32 / (0.019 x 512) = 3.3 sequences a second and needs as many new ones. A prompt
 # of 8192 tokens takes a prefill server 0.91 s, so 3.3 x 0.91 = 2.99 of them keep up.
 #
-# Discrete events confirm it. Prompts are always waiting, and r prefill servers are modelled as one that is r times as
-# fast. Below r = 3 the steps are not full. The simulation uses an eighth of the tokens and an eighth of a prompt's
-# time, which has the same ratio and reaches its steady state sooner.
+# The simulator confirms it. Prompts are always waiting, and r prefill servers are modelled as one that is r times as
+# fast. Up to r = 3 each server adds sequences to a step, and a fourth adds none. The simulation uses an eighth of the
+# tokens and an eighth of a prompt's time, which has the same ratio and reaches its steady state sooner. (A step has a
+# little less than its 32 sequences on average, because the batch fills at the start and empties at the end.)
 
 # %%
 count = 100 if page.small else 600

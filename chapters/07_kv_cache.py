@@ -2,11 +2,12 @@
 """Part 7, The Basics of Transformer Inference: sampling without a KV cache and with one, and what a cache is.
 https://jax-ml.github.io/scaling-book/inference
 
-    prefill: KV[2, L, B, S, K, H], logits[B, V] of a prompt's last token        decode: one token more of each row
+    KV[2, L, B, S, K, H]        the keys and values, which are the 2, of B sequences of S tokens
 
-The same tokens are sampled both ways, and their FLOPs are counted as they run: n^2 against n in the MLPs, n^3 against
-n^2 in attention. Then the cache is shown as data: ragged batches, chunks, pages, int8 with its scales, and tokens that
-are taken back. What binds a decode step is in 07_bottlenecks.py.
+L is the number of layers, K that of KV heads, and H that of numbers a head. The same n tokens are sampled without a
+cache and with one, and the FLOPs are counted as they run: without, they grow as n^2 in the MLPs and n^3 in attention,
+and with it as n and n^2. Then the cache is shown as data: ragged batches, chunks, pages, int8 with its scales, and
+tokens that are taken back. What binds a decode step is in 07_bottlenecks.py.
 """
 
 # %% [markdown]
@@ -16,8 +17,8 @@ are taken back. What binds a decode step is in 07_bottlenecks.py.
 # query, and the keys and values of all tokens before it: one row of work instead of a whole prefix.
 #
 # The price is memory, and the time to read it. The cache of a sequence grows with each token, and every step reads all
-# of it. Sequences do not share caches as they share the weights. Parts 7 and 8 are about this: how many caches fit, and
-# how long it takes to read them. A model whose tokens see later ones, such as an encoder, cannot have a cache.
+# of it. All sequences share the weights, but each has its own cache. So Parts 7 and 8 ask how many caches fit, and how
+# long it takes to read them. A model whose tokens see later ones, such as an encoder, cannot have a cache.
 
 # %%
 import torch
@@ -33,7 +34,7 @@ from scaling.models import transformer
 from scaling.serve.types import cache_specs
 
 page = Page(__doc__, seed=True, plot=True)
-config = Config("small", 2, 64, 192, 8, 2, 8, 64)
+config = Config("small", L=2, D=64, F=192, N=8, K=2, H=8, V=64)
 params = transformer.init(config, page.args.seed, torch.float64)
 n = 32 if page.small else 192  # tokens in all, of a prompt of one
 aten = torch.ops.aten
@@ -58,7 +59,8 @@ def counted(f, *args, **options) -> tuple:
 # ## Naive sampling, and with a cache
 # Both ways take the most likely token at each step. The naive way sends the whole prefix through the model for each
 # token. With a cache, a token goes through the model once, and its keys and values stay. *Prefill* writes the keys and
-# values of a prompt into the cache, and gives the logits after its last token; *decode* does this for one token more.
+# values of a prompt into the cache, and returns the logits after its last token. *Decode* does the same for one further
+# token; the book calls it *generation*.
 
 
 # %%
@@ -71,7 +73,7 @@ def naive():
 
 
 def cached():
-    """Yield the same with prefill and decode, and append the token to `fast`."""
+    """Yield the FLOPs of each token with prefill and decode, and append the token to `fast`."""
     cache = serve.init_cache(config, 1, n)
     for t in range(n):
         step, tokens = (serve.decode, fast[-1:]) if t else (serve.prefill, [fast])
@@ -87,8 +89,9 @@ page.check("the same tokens", slow == fast)
 page.say(f"the same tokens: {'yes' if slow == fast else 'NO'} ({slow[:12]} ...)")
 
 # %% [markdown]
-# The table has the FLOPs of all tokens so far, as counted and by Part 4's formulas. The cache removes one power of n.
-# (FFW, for feed-forward, is the book's name for the MLP.)
+# The table has the FLOPs of all n tokens, as counted and by Part 4's formulas; the chart has those of the tokens so
+# far. The cache removes one power of n: in the last table, twice the tokens take about twice the FLOPs with weights,
+# and not four times as many. (FFW, for feed-forward, is the book's name for the MLP.)
 
 
 # %%
@@ -98,10 +101,10 @@ def total(way: str, which: int, tokens: int) -> int:
 
 
 def by_formula(way: str, which: int) -> int:
-    """Return the same by Part 4's formulas.
+    """Return the FLOPs of all n tokens by Part 4's formulas.
 
-    For each t, the naive way sends t tokens through the model and computes all their logits. With a cache, one token
-    attends to t.
+    For its token t, the naive way sends t tokens through the model and computes all their logits. With a cache, one
+    token attends to t.
     """
     found = 0
     for t in range(1, n + 1):
@@ -225,9 +228,10 @@ page.equal([
 
 # %% [markdown]
 # ## int8, with its scales
-# int8 halves the bytes of a bf16 cache, and what one gives up is precision. Each token and head has a scale, max |x| /
-# 127, so each number is off by at most half a scale. A cache without its scales is refused, because they would silently
-# count as 1.
+# int8 halves the bytes of a bf16 cache's numbers, and what one gives up is precision. Each token and head has a scale
+# in float32, max |x| / 127, so each number is off by at most half a scale. With the H = 8 of this small model the
+# scales add half as much again (the table above has their bytes), and 3% with the usual H = 128. A cache without its
+# scales is refused, because they would silently count as 1.
 
 # %%
 _, exact = prompts(fresh)

@@ -35,11 +35,14 @@ LIMIT = 1e-11
 
 # %% [markdown]
 # ## The same scores in two ways
+# B sequences have S cached tokens each, whose latents are C_KV[B, S, C], and there are N heads. Q_N and K_N are the
+# parts of queries and keys without rotary embedding, P numbers a head. (The rotary dims are left out here. All heads
+# share one rotary key per token, and nothing is absorbed there.)
+#
 # In the plain form a head computes the keys of all cached tokens, K_N = C_KV W_UK, and then the scores Q_N K_N, a sum
 # over the P numbers of a key. A product of three can be taken in either order: Q_C = Q_N W_UK is a query of C numbers,
-# which meets the latents C_KV directly. The weighted sum over tokens is then a sum of latents, and W_UV turns it into a
-# head's H numbers afterwards. (The rotary dims are left out here. All heads share one rotary key per token, and nothing
-# is absorbed there.)
+# which is multiplied with the latents themselves. The weighted sum over tokens is then a sum of latents, and W_UV turns
+# it into a head's H numbers afterwards.
 
 
 # %%
@@ -62,8 +65,9 @@ def absorbed(Q_N, C_KV, W_UK, W_UV):
 # %% [markdown]
 # Both run on one device, and the absorbed form also on a mesh with the heads over Y and the cache's sequence over Z.
 # Along Y each rank has the whole cache, since every head reads it. Along Z each rank has a part of the sequence, and
-# the softmaxes are combined as in Part 4's Appendix A: first the maximum of all ranks, then the sums. The queries that
-# move over Z are C wide, not H.
+# the softmaxes are combined as in Part 4's Appendix A: first the maximum m of all ranks, then the sums L. The queries
+# that move over Z are C wide, not H. The table has the lines that send something: V is the bytes of the gathered or
+# unreduced array, and `sent` what a rank sends.
 
 
 # %%
@@ -103,7 +107,10 @@ page.equal(rows)
 # ## A model
 # `scaling.serve` runs the whole layer in this way (`scaling/serve/forms/latent.py`), with rotary dims, int8 and pages.
 # A prompt of 8 tokens is computed in the plain form, and each single token in the absorbed form. All logits equal those
-# of the model without a cache, in each form of Part 7 that suits a latent. "Rank holds" is a rank's part of the cache.
+# of the model without a cache, in each form of Part 7 (07_sharded_decode.py) that suits a latent. For latents, `heads`
+# and `heads_batch` store the cache alike, split by the batch over Z and copied along Y. "Rank holds" is the bytes of a
+# rank's part. In the cache's type I and J are 1, since a latent is both key and value, and all heads share it; M is
+# what is kept of a token, its latent and its rotary key.
 
 
 # %%
@@ -130,14 +137,15 @@ page.check("each form's logits are those of the model without a cache", all(row[
 
 # %% [markdown]
 # ## Which form is cheaper, and what binds it?
-# A rotary key has `rope` numbers, so a whole key has A = P + rope, what is computed from a latent W = P + H, and a
-# cached token M = C + rope. For each cached token and head, a query costs 2 (M + C) = 2 (2 C + rope) FLOPs in the
-# absorbed form and 2 (A + H) in the plain form. But the plain form computes keys and values first, 2 C W FLOPs, which
-# all queries of a row share. So single tokens are absorbed, and prompts of 171 tokens or more are not.
+# A rotary key has `rope` numbers, so a whole key has A = P + rope numbers, what a head computes from a latent has W = P
+# + H, and a cached token has M = C + rope. For each cached token and head, a query costs 2 (M + C) = 2 (2 C + rope)
+# FLOPs in the absorbed form and 2 (A + H) in the plain form. But the plain form computes keys and values first, 2 C W
+# FLOPs, which all queries of a sequence share. So single tokens are absorbed, and prompts of 171 tokens or more are
+# not.
 #
 # The rows after these show a consequence: 128 heads that read one latent do so many FLOPs per byte that attention,
 # memory-bound everywhere else in Part 7, comes near a chip's critical intensity (its *ridge*). The last rows are the
-# price on a mesh: a rank along Y has a copy of every latent, and queries for latents are three times as wide to send.
+# price on a mesh: each rank along Y has a copy of every latent, and the queries that are sent are three times as wide.
 
 # %%
 C, N, rope, P, H = V3.latent.kv_rank, V3.N, V3.latent.rope, V3.latent.nope, V3.latent.value
@@ -147,15 +155,18 @@ intensity = serving.load(V3, "bf16", "bf16").kv_flops
 ridge = h800.intensity("hbm")
 sent = {one.what: one.nbytes for one in decoding.collectives("sequence", V3, 64, {"Y": 8, "Z": 4})}
 page.answers([
-    Answer("DeepSeek-V3: FLOPs of a query, place and head, absorbed", "", 2 * (2 * C + rope), "", "2 (2 C + rope)"),
+    Answer("DeepSeek-V3: FLOPs of a query, cached token and head, absorbed", "", 2 * (2 * C + rope), "",
+           "2 (2 C + rope)"),
     Answer("... plain, without making keys and values", "", 2 * (P + rope + H), "", "2 (A + H)"),
-    Answer("Queries of a row from which the plain form has fewer", "", few, "", "above C W / (2 C - W)"),
-    Answer("FLOPs for a byte of the cache, bf16", "", intensity, "", "N (2 C + rope) / M"),
-    Answer("... with keys and values for each head", "", serving.load(heads, "bf16", "bf16").kv_flops, "", "G"),
-    Answer("An H800's ridge, FLOPs for a byte", "", ridge, "", "FLOPs/s / bytes/s of HBM"),
+    Answer("Queries of a sequence from which the plain form has fewer", "", few, "", "above C W / (2 C - W)"),
+    Answer("FLOPs per byte of the cache, bf16", "", intensity, "", "N (2 C + rope) / M"),
+    Answer("... with keys and values for each head", "", serving.load(heads, "bf16", "bf16").kv_flops, "",
+           "G, the queries that share a key"),
+    Answer("An H800's ridge, FLOPs per byte", "", ridge, "", "FLOPs/s / bytes/s of HBM"),
     Answer("Copies of the cache on Y=8", "", decoding.copies(V3, {"Y": 8}), "", "Y: a latent is of all heads"),
     Answer("64 requests, S over Z=4, heads over Y=8: Q's AllGather", "", sent["Q"] / 1e6, "MB", "2 B N M / Y"),
-    Answer("... for that of queries which ask keys", "", sent["Q"] / (2 * 64 * N * (P + rope) / 8), "times", "M / A"),
+    Answer("... over that of queries of a key's width", "", sent["Q"] / (2 * 64 * N * (P + rope) / 8), "times",
+           "M / A"),
 ])  # fmt: skip
 page.end()
 
@@ -165,7 +176,7 @@ page.end()
 #    Answer: By the sum of its exponentials, L. The row "S over Z" says NO, and the largest difference is 11 times the
 #    largest element.
 # 2. Question: with how many heads would reading the cache be at an H800's ridge? Evaluate `ridge * N / intensity`.
-#    Answer: 154: the FLOPs for a byte grow with the heads, and DeepSeek-V3's 128 heads give 242 of the 291 that an H800
+#    Answer: 154: the FLOPs per byte grow with the heads, and DeepSeek-V3's 128 heads give 242 of the 291 that an H800
 #    has.
 # 3. Flag: run with `--mesh Y=4,Z=1`. Which lines send nothing, and how often is the cache stored?
 #    Answer: All four, since they are over Z. The cache is stored four times: a latent belongs to all heads, so Y does

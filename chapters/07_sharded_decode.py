@@ -5,17 +5,18 @@
     heads        KV[2, B, S, K_Y, H]        heads_batch  KV[2, B_Z, S, K_Y, H]
     sequence     KV[2, B, S_Z, K_Y, H]      2d           KV[2, B_X, S, K_Y, H]
 
-Each form is derived from its one-line types, run on ranks and compared with one device, and its bytes are computed by
-closed form and traced. A cache is handed from ranks that prefill to ranks that decode. The last sections compute the
-memory of a cache on a chip, when ICI binds, and when 2D pays.
+These are four ways to split the keys and values of B sequences of S tokens, with K KV heads of H numbers. Each form is
+derived from its one-line types, run on ranks and compared with one device, and its bytes are computed by closed form
+and traced. A cache is handed from ranks that prefill to ranks that decode. The last sections compute the memory of a
+cache on a chip, when ICI binds, and when 2D pays.
 """
 
 # %% [markdown]
 # ## Why other layouts than in training?
 # A step of training has thousands of tokens on each chip, while a decode step has one token of each sequence. Weights
-# and caches are read for a handful of rows, so bytes from HBM bound the step, and more chips help because they bring
-# more bandwidth. FSDP is useless here: to gather weights for each token sends far more than it computes. So the weights
-# stay, and the activations, which are small, move.
+# and caches are read for a handful of rows, so reads from HBM bound the step, and more chips help because they bring
+# more bandwidth. FSDP is useless here: ICI is slower than HBM, so gathering the weights would take many times as long
+# as the step itself. So the weights stay where they are, and the activations, which are small, move.
 #
 # The remaining choice is where the caches go. There are only K heads to split, eight in LLaMA-3 70B. On more chips the
 # cache has to be split along something else, its batch or its length, and each choice costs a collective in every
@@ -49,16 +50,17 @@ V5E, L70 = chip("v5e"), get("llama3-70b")
 
 # %% [markdown]
 # ## The algorithms, from their types
-# One line describes a block: its input and output, and how they are sharded; `*_D` is a product over D. The letters are
-# Part 4's, with S tokens in the cache. The collectives follow from the line and are derived below, with V, the bytes
-# that each gathers, reduces or exchanges. In these lines K and V have all N heads, as if each query head had its own.
+# One line describes a block: its input and output, and how they are sharded; `*_D` is a product summed over D. x is one
+# token of each of B sequences, with D numbers, and N is the number of query heads. The collectives follow from the line
+# and are derived below, with the bytes of the array that each gathers, reduces or exchanges. (The book calls these
+# bytes V; here V are the values.) In these lines K and V have all N heads, as if each query head had its own.
 #
 # - `heads` gives a chip whole heads, and needs one AllReduce. With more chips than KV heads, some hold the same head,
 #   and the cache is stored more than once.
 # - `heads_batch` is the book's box, whose twelve lines run in 07_decode_listing.py: two AllToAlls move the queries from
 #   heads to rows of the batch, where the cache is, and the results back. The batch must divide over Z.
-# - `sequence` splits the tokens of each cache, which suits few and long sequences. The softmax is over S_Z, so its
-#   maxima and sums are sent as well (they are counted below).
+# - `sequence` splits the tokens of each cache, which suits few and long sequences. Each rank along Z has a part of a
+#   softmax, so its maxima and sums are sent as well (they are counted below).
 # - `2d` is the MLP of Question 7, with weights split over both of its dims. It pays on many chips.
 
 # %%
@@ -77,13 +79,14 @@ for form, (line, sizes) in LINES.items():
     steps = [step for step in derive(line, sizes=SIZES, mesh=sizes).forward if step.op != "Loss"]
     sent[form] = [step.op for step in steps if step.op != "Einsum"]
     page.table([(i, str(step), step.nbytes(SIZES, sizes, 2) or "") for i, step in enumerate(steps, 1)],
-               ["", "line", "V bytes"])  # fmt: skip
+               ["", "line", "bytes"])  # fmt: skip
 page.check("two AllToAlls and an AllReduce", sent["heads_batch"] == ["AllToAll", "AllToAll", "AllReduce"])
 
 # %% [markdown]
-# The picture shows which part of a cache each of four devices holds. Columns are the KV heads, split over Y; rows are
-# the batch in the second array and the sequence in the third. In the first, heads are all that is split, so the devices
-# along Z hold the same: twice the memory, and twice the bytes to read.
+# The picture has three caches, each drawn once for each of four devices. What a device holds of it bears the device's
+# number (or, in a notebook, its colour). Columns are the KV heads, split over Y; rows are the batch in the first two
+# and the sequence in the third. In the first, only heads are split, so the devices along Z hold the same: twice the
+# memory, and twice the bytes to read.
 
 # %%
 CACHES = ("heads[B, K_Y]", "heads_batch[B_Z, K_Y]", "sequence[S_Z, K_Y]")
@@ -95,10 +98,12 @@ page.show(
 # %% [markdown]
 # ## The four forms on ranks
 # Here `scaling.serve` runs in float64: it prefills prompts of unequal lengths, and then decodes. The table has the
-# difference of each form's logits from one device's. heads has all ranks along Y, and 2d has X where the others have Z.
+# difference of each form's logits from one device's. The form `heads` has all ranks along Y, and `2d` has X where the
+# others have Z.
 
 # %%
-config = Config("small", 1 if page.small else 2, 16 * Y * Z, 24 * Y * Z, 4 * Y * Z, Y * Z, 8, 16 * Y * Z)
+R = Y * Z  # ranks
+config = Config("small", L=1 if page.small else 2, D=16 * R, F=24 * R, N=4 * R, K=R, H=8, V=16 * R)
 B, S, STEPS = 2 * Z, 8 * Y * Z, 2 if page.small else 6
 OWN = {"heads": {"Y": Y * Z}, "heads_batch": {"Y": Y, "Z": Z}, "sequence": {"Y": Y, "Z": Z}, "2d": {"X": Z, "Y": Y}}
 
@@ -128,8 +133,10 @@ page.title(f"Decode steps on {Y * Z} ranks, float64")
 page.equal([(form, off, 1e-12) for form, (off, _) in ran.items()])
 
 # %% [markdown]
-# What does such a step send? The table has V of its collectives by the closed form and as traced. An AllReduce counts
-# once here, although it takes twice the time. The AllReduces of `sequence` are larger, by the maxima of the softmax.
+# What does a whole step send? The table has the bytes of all its collectives by the closed form and as traced. Besides
+# the lines above there is an AllReduce after the embedding and after each MLP, and an AllGather of the logits at the
+# end. An AllReduce counts once here, although it takes twice the time. The AllReduces of `sequence` are larger, by the
+# maxima of the softmax.
 
 # %%
 rows = []
@@ -138,7 +145,7 @@ for form, sizes in OWN.items():
     for op in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll"):
         if closed := sum(m.nbytes * m.times for m in moved if m.op == op):
             rows.append((form, op, closed, sum(nbytes for name, nbytes in ran[form][1] if name == op)))
-page.title("The collectives of a decode step, V bytes")
+page.title("The collectives of a decode step, bytes")
 page.same(rows, ["form", "collective", "closed form", "traced"])
 
 # %% [markdown]
@@ -187,7 +194,9 @@ if Y * Z % 2 == 0:
 # The example is LLaMA-3 70B, with 32 sequences of 8k in int8 on a v5e 4x4. It has 8 KV heads, so Y = 16 stores each
 # head twice. Splitting the batch or the sequence over Z costs two collectives per layer, and halves the bytes of cache
 # that a chip reads. The columns have the milliseconds of a step's parts (`ICI` is its collectives, on links without
-# wraparound), and which of them binds it.
+# wraparound), and which of them binds it. A step takes the reading of the caches (KV) and the longer of reading the
+# weights and of the collectives. `2d` at X=2 is a little faster yet, because only there no chip has a copy of W_K and
+# W_V; on more chips along X its collectives bind.
 
 # %%
 rows = []
@@ -203,8 +212,9 @@ page.check("heads over 16 store the cache twice", twice["heads"] == 2 * twice["h
 
 # %% [markdown]
 # ## Question 4: the toy model on a 4x4, all in int8
-# For prefill, one takes model parallelism up to the ICI bound and then splits the sequence. For decode, one splits the
-# weights over all 16 chips, and the cache over its 8 heads and 2 parts of the batch.
+# The toy model is that of 07_bottlenecks.py, with 8 KV heads. For prefill, one takes model parallelism up to the ICI
+# bound and then splits the sequence. For decode, one splits the weights over all 16 chips, and the cache over its 8
+# heads and 2 parts of the batch.
 
 # %%
 toy = get("part7-toy")
@@ -234,10 +244,10 @@ page.answers([
 # %% [markdown]
 # ## When ICI binds a step
 # How far does model parallelism go? In training it ends where its collectives take longer than the FLOPs. In generation
-# FLOPs do not matter, so it ends only where they take longer than reading the weights. A matmul of an MLP gathers 2BD
-# bytes over ICI in 2BD / W_ici seconds, and each of Y chips reads its share of the matrix in 2DF / (Y W_hbm). The two
-# are equal at Y = F/(B beta), with beta = W_hbm/W_ici. More tokens lower this number of chips, and int8 weights halve
-# it.
+# FLOPs do not matter, so it ends only where the collectives take longer than reading the weights. A matmul of an MLP
+# with weights [D, F] gathers 2BD bytes over ICI in 2BD / W_ici seconds, and each of Y chips reads its share of the
+# weights from HBM in 2DF / (Y W_hbm). The two are equal at Y = F/(B beta), with beta = W_hbm/W_ici. More tokens lower
+# this number of chips, and int8 weights halve it.
 
 # %%
 W, ici_bw = V5E.hbm_bw, V5E.bandwidth("ici")
@@ -267,12 +277,14 @@ page.answers([
 # ## How close does a server come?
 # The bound assumes that everything overlaps and runs at its peak. In a real server it does not. It reads memory at
 # three quarters of the peak, starts each layer's kernels and two AllReduces one at a time, and runs other requests'
-# prompts between its steps. These overheads weigh more if each chip reads less, so the share of the bound falls as TP
-# grows.
+# prompts between its steps. Splitting each layer over more GPUs (TP, tensor parallelism) divides the reads and not the
+# rest, so the bound becomes a smaller share of the time.
 #
-# The last two columns are the bound over the forecast and over what was measured. The measured share falls from 71% on
-# one GPU to 28% on eight, and the terms of the forecast say why: the kernels take as long as before, and collectives
-# are added.
+# The table has the bound, the terms of the planner's forecast, and what TensorRT-LLM was measured to take. (The
+# forecast also has the caches' reads and the time lost to prompts, which have no column.) The last two columns are the
+# bound over the forecast and over what was measured. The measured share falls from 71% on one GPU to 28% on eight, and
+# the forecast says why: the kernels take as long as before, and collectives are added. It falls faster than the
+# measured one, and is off by less than a tenth.
 
 # %%
 H200 = chip("h200")
@@ -294,11 +306,11 @@ page.check("the share falls as measured, to a tenth", all(
 
 # %% [markdown]
 # ## Question 7: when does 2D pay?
-# If the weights are split over F alone (1D), every chip gathers and scatters activations of D numbers a token. On three
-# axes of links of W bytes/s this takes 4BD/3W, however many chips there are. If they are split over D by X and over F
-# by YZ (2D), each chip moves only a part of D and a part of F, which takes 2BD/(XW) + 4BF/(YZ W) and falls as N = XYZ
-# grows. It is least at X = sqrt(ND/2F). An MLP with a gate has a second hidden array to reduce, which doubles the
-# second term, so 2D then pays from twice as many chips.
+# If the weights are split over F alone (1D), every chip gathers and scatters activations of D numbers a token. Over
+# three axes, each with links of W bytes/s, this takes 4BD/3W seconds, however many chips there are. If they are split
+# over D by X and over F by YZ (2D), each chip moves only a part of D and a part of F, which takes 2BD/(XW) + 4BF/(YZ W)
+# seconds. This falls as the number of chips N = XYZ grows, and is least at X = sqrt(ND/2F). An MLP with a gate has a
+# second hidden array to reduce, which doubles the second term, so 2D then pays from twice as many chips.
 
 # %%
 D, F, N = 8192, 32768, [2**i for i in range(4, 13)]

@@ -2,10 +2,12 @@
 """Part 7, Appendix D, Speculative Sampling: a small model proposes, one pass of the large one checks.
 https://jax-ml.github.io/scaling-book/inference#appendix
 
-    proposed[B, k] from q[B, k, V], p[B, k + 1, V] of the target in one pass -> tokens[B, k + 1], count[B] of them
+    q[B, k, V], proposed[B, k] of the draft, p[B, k + 1, V] of the target -> tokens[B, k + 1], count[B] of them
 
-The chapter runs it greedily and sampled, computes the rule's distribution as a finite sum and compares it with two
-wrong rules, and computes how many tokens a step gives, when it pays, and how far to guess ahead.
+For each of B sequences, the small model, the *draft*, proposes k tokens from its distributions q over V tokens. One
+pass of the large model, the *target*, computes its own distributions p at the same places and after the last. The
+chapter runs this greedily and sampled, computes the rule's distribution as a finite sum and compares it with two wrong
+rules, and computes how many tokens a step gives, when it pays, and how far to guess ahead.
 """
 
 # %% [markdown]
@@ -39,12 +41,14 @@ seed = page.args.seed
 
 # %% [markdown]
 # ## Greedy: the same tokens in fewer passes
-# The draft is the target with noise on its weights; the less noise, the more often it is right. A pass of the target
-# checks k = 4 proposals, and gives one token more than it accepts. In the last row, the draft is not a model but the
-# request's own text.
+# Greedily, a proposal is right if it is the target's likeliest token. The draft is the target with noise on its
+# weights; the less noise, the more often it is right. A pass of the target checks k = 4 proposals, and gives one token
+# more than it accepts: the target's own after the last accepted one. So a perfect draft gives 5 tokens a pass, except
+# in the first pass, which reads the prompt and gives one. In the last row, the draft is not a model: it looks up how
+# the latest tokens went on earlier in the request's own text.
 
 # %%
-config = Config("target", 2, 32, 64, 4, 2, 8, 32)
+config = Config("target", L=2, D=32, F=64, N=4, K=2, H=8, V=32)
 params = transformer.init(config, seed, torch.float64)
 g = torch.Generator().manual_seed(seed)
 prompts = [torch.randint(0, config.V, (length,), generator=g).tolist() for length in (5, 3, 8)]
@@ -87,9 +91,10 @@ page.check("a perfect draft: k + 1 tokens a pass", rows[1][1] == 1 + -(-(new - 1
 # rejected, a token is drawn from max(p - q, 0), rescaled. Accepted tokens have the probabilities min(p, q), and the
 # redrawn ones make up the rest of p. The book calls the rule inspired by Metropolis and Hastings, but it needs no
 # Markov chain. The table has the rule's exact distribution, and that of two known wrong rules; `off by` is half the sum
-# of the differences from p. For the exact distribution, `outcome` splits the uniform random numbers into the pieces in
-# which the rule gives the same token, and adds up their lengths. `scaling.generate` is stricter: it accepts only the
-# token that it would have drawn itself with its seed, so no draft changes its tokens.
+# of the absolute differences from p. `outcome` finds the exact distribution without drawing: it cuts the range of each
+# uniform random number into pieces in which the rule gives the same token, and adds up their lengths.
+# `scaling.generate` is stricter: it accepts only the token that it would have drawn itself with its seed, so no draft
+# changes its tokens.
 
 
 # %%
@@ -161,10 +166,11 @@ page.table(rows, ["a", "by formula", "counted", "within 2%"])
 # %% [markdown]
 # ## When it pays
 # A pass over k + 1 tokens reads weights and caches once, like a pass over one token. While HBM binds a step, checking
-# is free, and only the draft costs time. From a batch of 120 on FLOPs bind, and guessing stops to pay. The table has
-# the best k and its gain for LLaMA-3 70B with 8B as its draft, int8, on a v5e 4x4, a = 0.7, by batch and context. Where
-# caches bind, there is a gain at larger batches, too: this is the book's throughput win for long contexts. It is
-# smaller than for one request, because the draft here also reads its caches, two fifths of the target's.
+# is free, and only the draft costs time. From a batch of 120 on, FLOPs bind, and guessing no longer pays. The table has
+# the best k and its gain for LLaMA-3 70B with 8B as its draft, int8, on a v5e 4x4, a = 0.7, by batch and context. (A
+# dash means that so many caches do not fit.) Where reading caches takes most of a step, there is a gain at larger
+# batches, too: this is the book's throughput win for long contexts. It is smaller than for one request, because the
+# draft here also reads its caches, two fifths of the target's.
 
 # %%
 V5E, target, small = (
@@ -205,7 +211,9 @@ page.chart(
 )  # fmt: skip
 
 # %% [markdown]
-# The book's example is a model of 70B with a draft of 4B, both bound by reading their weights.
+# The book's figure is of a model of 70B with a draft of 4B. It shows 3 to 4 proposals as best for XSum, a set of news
+# articles to be summarized, and more for code (HumanEval). Here both models are bound by reading their weights, and the
+# rows say from which acceptance on so many proposals are best.
 
 
 # %%

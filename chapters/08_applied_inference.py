@@ -4,8 +4,9 @@ https://jax-ml.github.io/scaling-book/applied-inference
 
 This chapter has every table, question and problem, and the Pareto figure. The book counts 70e9 params and 160e3 bytes
 of KV cache per token. The model has 70.55e9 and 163,840, and a step looks up rows of its embedding instead of reading
-all of it, which explains most small differences. KV caches and weights have the dtype that a row names; of a v5e's
-slice only an axis of 16 chips is a ring. The planner does the same: python -m scaling.plan serve --help.
+all of it, which explains most small differences. Weights and KV caches have the dtype that a row names. In a slice of
+v5e, an axis is a ring only if it has 16 chips. The planner answers such questions for any model: python -m scaling.plan
+serve --help.
 """
 
 # %%
@@ -164,13 +165,15 @@ page.answers([
 # %% [markdown]
 # ## How to shard it
 # How many chips can model parallelism use? More chips shorten the products and the reading of weights, but not the
-# activations that each chip receives. The example is one matmul in bf16 on 4x8, of B tokens on Y chips:
+# sending of activations, since each chip receives all of them. The example is one matmul in bf16 on 4x8: B tokens of D
+# numbers and weights [D, F], on Y chips with C FLOPs/s and W bytes/s each:
 #
 #     T_ici = 2BD / W_ici        T_hbm = 2DF / (Y W_hbm)        T_math = 2BDF / (Y C)
 #
 # If the batch is large enough to be compute-bound, ICI takes longer than the FLOPs beyond 26 ways, so a 4x8 is too
-# large. A batch of 64 waits for HBM instead, and ICI is the shorter up to 49 ways (56 in the book, which rounds). So
-# one can take more chips than 26 to shorten a step of a small batch, and pays with fewer tokens per chip.
+# large. With a batch of 64, reading the weights takes longest, and ICI takes less time than that up to 49 ways (56 in
+# the book, which rounds). So a small batch can use more chips than 26. Its steps become shorter, and the price is fewer
+# tokens per chip.
 
 # %%
 B, Y, beta = 64, 32, W / V5E.bandwidth("ici")
@@ -194,9 +197,9 @@ page.answers([
 # %% [markdown]
 # ## What about prefill?
 # A prompt is compute-bound, so its time is its FLOPs over the chips' FLOPs/s, here at 40% of the peak. In each decode
-# step of B = 32 sequences some end and leave the batch. With answers of G tokens that is B/G of them a step, which take
-# P + G tokens of cache with them, where P is the prompt. Prefill servers must supply as many new ones, or the decode
-# servers run half empty.
+# step of B = 32 sequences some end and leave the batch. With answers of G tokens, B/G of them end in a step on average,
+# and each leaves a cache of P + G tokens, where P is the length of its prompt. Prefill servers must supply as many new
+# sequences, or the decode servers run half empty.
 
 # %%
 attended = tm.prefill_flops(L70, 8192)
@@ -240,8 +243,9 @@ page.chart(
 
 # %% [markdown]
 # The table divides a step into its parts, at two contexts. The weights take the same time at any batch, and the others
-# grow with it. Beyond a context of about 3,500 tokens, reading the caches takes longer than the FLOPs at every batch;
-# see the rows of 8,192. There a larger batch does not use the FLOPs; what would help is a smaller cache.
+# grow with it. A step takes the KV's time and the longer of the weights' and the FLOPs'. Beyond a context of about
+# 3,500 tokens, reading the caches takes longer than the FLOPs at every batch; see the rows of 8,192. There a larger
+# batch cannot make use of the FLOPs. A smaller cache would help.
 
 # %%
 breakdown = []
@@ -250,6 +254,7 @@ for context in (2048, 8192):
         s = serving.step(INT8, batch, context, V5E, 16)
         times = [1e3 * t for t in (s.weights, s.kv, s.math, s.seconds)]
         breakdown.append((f"{context:,}", batch, *times, batch / (16e3 * s.seconds), s.bound))
+page.title("The parts of a step on a 4x4, in int8")
 page.table(breakdown, ["context", "batch", "weights,\nms", "KV,\nms", "FLOPs,\nms", "step,\nms", "tokens/ms\na chip",
                        "binds"])  # fmt: skip
 doubled = {context: max(rate for _, t, rate in front if t <= 2 * front[0][1]) for context, front in fronts.items()}
@@ -273,9 +278,10 @@ page.answers([
 
 # %% [markdown]
 # ## Problems
-# The book gives no answers. Question 3 is answered by the planner, with caches in int8, 8k of context, and the memory
-# filled. The last column says what the same chips would do if nothing had to be sent. On 64 chips (8x8) that is 149
-# tokens/s a chip. With collectives it is less than half, since the axes of an 8x8 are no rings.
+# The book gives no answers; a row below begins with the number of its question. Question 3 is answered by the planner,
+# with caches in int8, 8k of context, and the largest batch whose step ends within 15 ms. Its form says how the caches
+# are split (07_sharded_decode.py). The last column says what the same chips would do if nothing had to be sent. On 64
+# chips (8x8) that is 149 tokens/s a chip. With collectives it is less than half, since the axes of an 8x8 are no rings.
 
 # %%
 L405, L8 = get("llama3-405b"), get("llama3-8b")
@@ -297,11 +303,12 @@ for chips in (32, 64, 128, 256):
     within.append((chips, ms(big, 1, 8192, chips), *how, alone(chips) / 0.015 / chips))
 fastest = plans(Service(L405, 8192, headroom=1.0), V5E, objective="latency")[0]
 page.title("Question 3: LLaMA-3 405B within 15 ms a step")
-page.table(within, ["chips", "one: ms,\nno ICI", "form", "batch", "tokens/s\na chip", "... without\ncollectives"])
+page.table(within, ["chips", "batch 1:\nms by HBM", "form", "batch", "tokens/s\na chip", "... without\ncollectives"])
 page.answers([
     Answer("1 FLOPs a token of 405B", "", 2 * big.params / 1e9, "GFLOPs", "2 a param, the embedding looked up"),
-    Answer("1 a token's forward pass, FLOPs-bound: at least, over N", "", 2e3 * big.params / C, "ms", "2 params/(NC)"),
-    Answer("1 HBM-bound, int8: at least, over N", "", 1e3 * big.read(1) / W, "ms", "params / (N W): of a batch, too"),
+    Answer("1 least time of a token on N chips, by FLOPs", "", 2e3 * big.params / C, "ms / N", "2 params / (N C)"),
+    Answer("1 least time of a step on N chips, by HBM, in int8", "", 1e3 * big.read(1) / W, "ms / N",
+           "params / (N W), whatever the batch"),
     Answer("2 8B in int8: params", "", small.weights / 1e9, "GB", "a byte each"),
     Answer("2 240 caches of 8k", "", 240 * small.kv(8192) / 1e9, "GB", "65,536 bytes a token"),
     Answer("2 peak activations: the MLP's, bf16", "", 240 * L8.F * 2 / 1e6, "MB", "240 x 14336; twice with the gate's"),
@@ -314,7 +321,8 @@ page.answers([
     Answer("3 best form within 15 ms, on 8x8", "", best[64].form, "", "KV[2, B_Z, S, K_Y, H], Y = Z = 8"),
     Answer("3 its batch", "", best[64].batch, "", "bound by 253 AllReduces of x over two lines of 8"),
     Answer("3 its tokens/s a chip", "", best[64].per_chip, "tokens/s", "batch over the step, over 64"),
-    Answer("3 were nothing sent: the batch in 15 ms", "", alone(64), "", "15 ms = 143 (0.0403 + 0.0641)"),
+    Answer("3 if nothing were sent: the batch in 15 ms", "", alone(64), "",
+           "143 (0.0403 + 0.0641) = 15 ms, of FLOPs and caches"),
     Answer("3 least step on the pod, by HBM", "", 1e3 * big.read(1) / (256 * W), "ms", "405e9 / (256 x 8.2e11)"),
     Answer("3 least step of all, with collectives", "", 1e3 * fastest.step.seconds, "ms",
            f"on {fastest.chips} chips by {fastest.form}: hops of 1 us, {fastest.step.bound} bind"),

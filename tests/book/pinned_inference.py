@@ -72,15 +72,15 @@ INFERENCE = {
         "Rows that an expert gets of 4,096 tokens, on average": 4096 * 8 / 256,
     },
     "07_latent_decode": {
-        "DeepSeek-V3: FLOPs of a query, place and head, absorbed": 2 * (2 * 512 + 64),
+        "DeepSeek-V3: FLOPs of a query, cached token and head, absorbed": 2 * (2 * 512 + 64),
         "... plain, without making keys and values": 2 * (192 + 128),
-        "Queries of a row from which the plain form has fewer": 512 * 256 // (1024 - 256) + 1,
-        "FLOPs for a byte of the cache, bf16": 128 * (2 * 512 + 64) / 576,
+        "Queries of a sequence from which the plain form has fewer": 512 * 256 // (1024 - 256) + 1,
+        "FLOPs per byte of the cache, bf16": 128 * (2 * 512 + 64) / 576,
         "... with keys and values for each head": 1,
-        "An H800's ridge, FLOPs for a byte": 990e12 / 3.4e12,
+        "An H800's ridge, FLOPs per byte": 990e12 / 3.4e12,
         "Copies of the cache on Y=8": 8,
         "64 requests, S over Z=4, heads over Y=8: Q's AllGather": 2 * 64 * 128 * 576 / 8 / 1e6,
-        "... for that of queries which ask keys": 576 / 192,
+        "... over that of queries of a key's width": 576 / 192,
     },
     "07_engine": {
         "Host DRAM of 8 v5e for prefixes: caches of 8k tokens": 360,  # 450 x 2^30 / (8192 x 163,840)
@@ -159,8 +159,8 @@ INFERENCE = {
         "Its code's flops_time over 2 params B / C, in bf16": 2,
         "Its code at 8k: the largest batch": 138,  # (256e9 - 70.55e9) / 1.342e9 = 138.2
         "1 FLOPs a token of 405B": 2 * READ405 / 1e9,
-        "1 a token's forward pass, FLOPs-bound: at least, over N": 1e3 * 2 * READ405 / 1.97e14,
-        "1 HBM-bound, int8: at least, over N": 1e3 * READ405 / 8.2e11,
+        "1 least time of a token on N chips, by FLOPs": 1e3 * 2 * READ405 / 1.97e14,
+        "1 least time of a step on N chips, by HBM, in int8": 1e3 * READ405 / 8.2e11,
         "2 8B in int8: params": 8.030261248,
         "2 240 caches of 8k": 240 * 8192 * 65_536 / 1e9,
         "2 peak activations: the MLP's, bf16": 240 * 14_336 * 2 / 1e6,
@@ -175,7 +175,7 @@ INFERENCE = {
             56 * 8192 * 2 * 126 * 1024 / (64 * 8.2e11)
             + 2 * 56 * 63 / 64 * (506 * 16384 + 128_256) / 9e10 + 252 * 7e-6  # AllReduces; AllToAlls of 7 hops
         ),
-        "3 were nothing sent: the batch in 15 ms": 143,
+        "3 if nothing were sent: the batch in 15 ms": 143,
         "3 least step on the pod, by HBM": 1e3 * READ405 / (256 * 8.2e11),
         "3 least step of all, with collectives": 1e3 * (  # 253 AllReduces of 2 x 15 hops on 8x16; 16 copies of caches
             506 * 15e-6 + 15e-6 + 16 * 8192 * 2 * 126 * 1024 / (128 * 8.2e11)
