@@ -15,7 +15,6 @@ import time
 
 import torch
 
-from scaling import cost
 from scaling.book import hlo, stack
 from scaling.book.answers import Answer
 from scaling.book.layout import beside, width
@@ -51,9 +50,10 @@ except ValueError as error:
 # gain; where they don't, the profile says which line to look at. That is the method of this part. But a profile shows
 # operations that nobody wrote, so it helps to know where they come from.
 #
-# The book's program multiplies float32 by bfloat16. JAX passes it on as StableHLO, XLA as HLO, and then as LLO and
-# machine code. In torch the same program is a list of operations that run one at a time, a graph of them, two graphs
-# for a forward and a backward pass, and code.
+# The book's program multiplies float32 by bfloat16. JAX writes it as StableHLO, which the compiler XLA turns into HLO,
+# then LLO and machine code: each of these languages is nearer to the machine. Torch has such stages, too: operations
+# that run one at a time, a graph of them, two graphs for a forward and a backward pass, and code. Most of what it adds
+# are layouts: `permute` and `view` change how a product sees its operands, and move nothing.
 
 
 # %%
@@ -81,7 +81,7 @@ page.say("\n".join(line for line in code.splitlines() if any(w in line for w in 
 page.answers([
     Answer("FLOPs of the program: 2 x 128 x 256 x 16", "",
            2 * operands[0].numel() * operands[1].shape[1] / 1e6, "MFLOP", "one product"),
-    Answer("Its HLO has a convert, a dot, 2 parameters; ours: products", "1", found["product"], "", "counted"),
+    Answer("Products: dots of the book's HLO, and ours", "1", found["product"], "", "with a convert and 2 inputs"),
 ])  # fmt: skip
 
 # %% [markdown]
@@ -129,9 +129,11 @@ page.answers([
 
 # %% [markdown]
 # ## The example profile, by formula
-# The book's example uses 4-way data and 2-way model parallelism on 8 cores of TPU v2. These are the largest line of its
-# block and its ReduceScatter. A profile shows one device's share, a batch of 8 sequences and 16,384 features; times the
-# mesh these are 32 and 32,768. Both lines take what the formula says, so nothing is wrong with them.
+# The book's example uses 4-way data and 2-way model parallelism on 8 cores of TPU v2. A profile shows one device's
+# share, a batch of 8 sequences and 16,384 features; times the mesh these are B = 32 and F = 32,768. A sequence has T =
+# 1,024 tokens, a token D = 8,192 numbers, and attention N = 32 heads of H = 256. The first rows are the largest line of
+# the MLP and the ReduceScatter at its end. Both take what the formula says, so nothing is wrong with them. The rows
+# after them are the book's exercise, attention, and its memory.
 
 # %%
 core, link = chip("v2").flops("bf16") / 2, chip("v2").bandwidth("ici", axes=1)
@@ -159,8 +161,10 @@ page.answers([
 # roofline, which consists of its FLOPs/s, its bytes/s, and the times of its collectives, all measured on the same ranks
 # first. The profile has a row for each line, with the mean of a step in milliseconds: the time of a collective is
 # `exposed` while nothing else runs, `hidden` while products run beside it, and `waiting` until the last rank has come
-# ("2.10 for 1": rank 1 was the last). `predicted` is the roofline's time, and `of roof` is predicted over measured. A
-# line far below 100% deserves a look. On a machine that other programs use, every line may be far below it.
+# ("2.10 for 1": rank 1 was the last). `MB` is a product's operands and result, and V of a collective. `predicted` is
+# the roofline's time, and `of roof` is predicted over measured. A line far below 100% deserves a look. On a machine
+# that other programs use, every line may be far below it; and a product that has more of the machine to itself than
+# when the roofline was measured is above it. The second table divides each rank's step into parts.
 
 # %%
 b, t, d, f, n, h = 2, 128, 256, 1024, 8, 32  # on each rank
@@ -275,8 +279,8 @@ page.say(f"\nthe parts' sum is {off[STEPS // 2]:.2%} off the step that a clock o
 # %% [markdown]
 # ## Memory
 # When a program runs out of memory, one asks which arrays were there at that moment. The memory viewer of the block
-# shows, for each line, the bytes that are live after it, and the most until the next line. Here Tmp[B_X, T, F_Y], the
-# widest array, makes the difference.
+# shows, for each line, the bytes that are live after it, and the most until the next line. More than half of the peak
+# are the two widest arrays, Tmp[B_X, T, F_Y] and its GELU, which is computed between the last two products.
 
 # %%
 page.title("Live tensors in the first step, without params and x")
@@ -284,9 +288,9 @@ page.table(memory, ["line", "bytes after", "most until the next"])
 
 # %% [markdown]
 # ## A slow rank
-# The last rank sleeps 30 ms before the block. All others wait for it in the next collective, which looks slow but is
-# not: they wait 30 ms, and the transfer itself takes no longer than before. The picture has a row for each rank, and
-# time goes to the right.
+# The last rank sleeps 30 ms before the block. All others wait for it in the next collective. That collective looks
+# slow, but nearly all of its time is waiting (w), and the sleeping rank itself has no collective then. The picture has
+# a row for each rank, and time goes to the right.
 
 # %%
 page.title("The last step: P products, C collectives, w waiting for another rank")
@@ -300,8 +304,6 @@ if Y > 1:  # collectives are over Y
     slowest = max(slow, key=lambda each: each.seconds, default=None)  # a busy machine slows other ranks as well
     named = slowest is not None and (slowest.rank, slowest.inside) == (ranks - 1, False)
     page.check("the slow rank is named first, with its line", named)
-v2 = cost.mfu(2 * B * T * D * F, 96e-3, 8, core)
-page.answers([Answer("The example's utilization in W_in", "", 100 * v2, "%", "95.6 of 96 ms")])
 page.end()
 
 # %% [markdown]

@@ -126,8 +126,9 @@ table(trace_of(quiz))
 # There are six dots: two forward, and then two backward for each of them. Partial sums that are reduced *between the
 # second and the third dot* belong to the forward pass. There a contracted dim was sharded, so this is tensor
 # parallelism over these groups. An array that is reduced over other groups has the shape of a weight, so it is a
-# gradient. Data parallelism reduces it by all-reduce, since every device keeps all params; FSDP by reduce-scatter, and
-# it also gathers the params. The true sizes are the first dot's shapes times the sizes of the groups.
+# gradient. Data parallelism reduces it by all-reduce, since every device keeps all params. FSDP reduces it by
+# reduce-scatter, and gathers the params before each pass. The true sizes are the first dot's shapes times the sizes of
+# the groups.
 
 
 # %%
@@ -184,7 +185,7 @@ page.answers([
     Answer("1 rows of w1 in all", "32768", W.shape[0] * len(members)),
     Answer("1 columns of w1", "8192", W.shape[1]),
     Answer("1 groups of eight", "", members[1] - members[0], "groups",
-           "the ranks of one are 16 apart; so 16 rows of x could have a group each, the book's 8 leave two to a row"),
+           "a group's ranks are 16 apart; the book's 8 rows of x would then be two groups' each"),
     Answer("1 FLOPs per byte of the fusion", "", each / (2 * sum(W.shape) + W.nbytes), "",
            "one row against a matrix: bound by reading it, wherever it runs, as in decoding"),
 ])  # fmt: skip
@@ -280,7 +281,7 @@ page.answers([
     Answer("2 share of attention, with as many KV heads as heads", "", (layer - ms["W_in and W_out"]) / layer, "",
            "no mask used to skip work; the MLP has two matrices, as the profile shows"),
     Answer("2 a layer at the roofline, by the example's sizes", "", layer, "ms",
-           "more than the problem's 184 and 67 ms, of other sizes; of these 67/184 is at best 36% of the FLOPs"),
+           "so the problem's 184 and 67 ms are of other sizes; the first is at most 67/184 = 36% of the roofline"),
 ])  # fmt: skip
 page.end()
 

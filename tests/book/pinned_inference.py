@@ -189,7 +189,6 @@ INFERENCE = {
         "and as measured: share of the roofline": 2**27 / 1.2e11 / 1.13e-3,
         "Exercise: W_Q[8192, 32, 256], heads over Y": 2e3 * 32 * 1024 * 8192 * 8192 / (23e12 * 8),
         "Exercise: scores and their sum, if no mask is used": 4e3 * 32 * 1024 * 1024 * 8192 / (23e12 * 8),
-        "The example's utilization in W_in": 100 * 2 * 32 * 1024 * 8192 * 32768 / (23e12 * 8) / 96e-3,
     },
     "09_quiz": {
         "1 groups of eight": 16,
