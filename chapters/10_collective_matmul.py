@@ -7,8 +7,9 @@ https://jax-ml.github.io/scaling-book/jax-stuff
     A[B, D_Y] * W[D_Y, F] -> Out[B, F]                             AllReduce, hidden as far as possible
     In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]       the MLP block: the first, then the second
 
-Each form is compared with one device, gradients included; its hops and its bytes per link are derived and counted. Then
-the roofline says how much of the communication a v5e hides, and at which sizes the simple way wins.
+A and In have B tokens of D numbers, and F is the width of the result, or of the MLP. Each form is compared with one
+device, gradients included; its hops and its bytes per link are derived and counted. Then the roofline says how much of
+the communication a v5e hides, and at which sizes the simple way wins.
 """
 
 # %% [markdown]
@@ -17,8 +18,8 @@ the roofline says how much of the communication a v5e hides, and at which sizes 
 # splits both collectives into hops, so that each hop around the ring runs beside the product of the present shard, as
 # 03_overlap.py does for the simplest case. If the links work in both directions, two shards travel at once.
 #
-# The price is smaller products and more lines. Below the sizes that the last section computes, the plain collective is
-# faster.
+# The price is smaller products and more lines. Where a product is short compared with its communication, the plain
+# collective is faster; the last section computes where.
 
 # %%
 import torch
@@ -90,9 +91,9 @@ page.equal([(name, apart, EXACT) for name, apart in page.on_ranks(compare).items
 # ## Hops and bytes per link
 # On n devices, one way takes n - 1 hops. Both ways at once share them, floor(n/2) to the right and the rest to the
 # left. Each hop carries V/n, where V is the bytes of the array that would be gathered or reduced. An AllReduce sends
-# each tile's sums round the ring and then gathers them, so it sends twice the bytes. With two tiles, the gather of the
-# first runs beside the sums of the second: three rounds, where an AllReduce without tiles has two. All of this is
-# counted on an abstract ring.
+# sums round the ring and then gathers them, so it sends twice the bytes. To hide more of it, the result is cut into two
+# tiles, and the gather of the first runs beside the sums of the second: three rounds, where an AllReduce without tiles
+# has two. All of this is counted on an abstract ring, with arrays in float32.
 
 # %%
 rows, bytes_of = [], {}
@@ -122,12 +123,15 @@ page.answers([
 
 # %% [markdown]
 # ## How much does it hide?
-# The book's example is A[1024, 2048] W[2048, 8192] on a mesh X=2, Y=4, with a ring along Y, in bf16 on a v5e. A device
-# multiplies its blocks one by one, each in the time of its FLOPs or of its bytes from HBM. One product of a ring runs
-# beside no hop, the last one if shards travel, the first one if sums do. So a form takes T/n + max(hops, T (n-1)/n),
-# where T is the time of its product. In an AllReduce the rounds at its two ends are not hidden. Each hop costs at least
-# a microsecond. In the table, `apart` is the collective and then the product, and the last column says whether hiding
-# wins. It changes with the size: for small sizes, the latency of many hops is more than the time that they hide.
+# The book's example is A[1024, 2048] W[2048, 8192] on a mesh X=2, Y=4, with a ring along Y, in bf16 on a v5e, so a ring
+# has B = 512 rows. A device multiplies its blocks one by one, each in the time of its FLOPs or of its bytes from HBM.
+# One product of a ring runs beside no hop, the last one if shards travel, the first one if sums do. So a form takes T/n
+# + max(hops, T (n-1)/n), where T is the time of its product and `hops` that of all its hops, each at least a
+# microsecond. In an AllReduce the rounds at its two ends are not hidden.
+#
+# In the table, `in sequence` is the collective and then the product, and the last column says whether hiding wins. It
+# does if the product takes long enough. If its hops take most of the time, it loses: both ways, two hops carry V/2 over
+# a link, where a library's collective carries 3V/8. The smallest AllReduce loses by the latency of its many hops.
 
 # %%
 V5E, n = chip("v5e"), 4
@@ -168,20 +172,21 @@ for size in ((512, 2048, 8192), (512, 2048, 2048), (64, 2048, 8192), (4096, 8192
         verdict = "wins" if min(one, both) < 0.99 * serial else "loses" if min(one, both) > 1.01 * serial else "even"
         rows.append((f"{size}", form, *(f"{1e6 * t:.1f}" for t in (product, serial, one, both)), verdict))
 page.title(f"us on {n} v5e in a ring along Y, by the roofline: B, D, F")
-page.table(rows, ["size", "form", "product", "apart", "one way", "both ways", "hiding"])
+page.table(rows, ["size", "form", "product", "in sequence", "one way", "both ways", "hiding"])
 book = (512, 2048, 8192)
 product, serial, _ = seconds(*book, "AllGather", 2)
 page.answers([
     Answer("The example's product on a device, v5e, bf16", "", 1e6 * product, "us",
            "2 * 512 * 2048 * 2048 FLOPs; the book's 224 us are of older chips, whatever its comment says"),
-    Answer("Ours over one after the other, AllGather, v5e", "", ratios[book, "AllGather"], "times", "the table"),
-    Answer("Q3.1: the AllReduce form, v5e", "", ratios[book, "AllReduce"], "times",
-           "the sums of the first tile and the gather of the last stay visible"),
+    Answer("Hidden over in sequence, AllGather, v5e", "", ratios[book, "AllGather"], "times", "as in the table"),
+    Answer("Q3.1: hidden over in sequence, AllReduce, v5e", "", ratios[book, "AllReduce"], "times",
+           "the sums of the first tile and the gather of the last are not hidden"),
 ])  # fmt: skip
 
 # %% [markdown]
 # The block of the questions is an AllGather form and then a ReduceScatter form, In[B, D_Y] W_in[D, F_Y] and Tmp[B, F_Y]
-# W_out[F_Y, D], here with the same sizes.
+# W_out[F_Y, D], here with the same sizes. The rows divide its time in sequence by its time with hidden collectives, so
+# hiding wins above 1.
 
 # %%
 block = {}
@@ -192,9 +197,9 @@ page.answers([
     Answer("Q3.1: Out[B_X, F] is, over Y", "not replicated",
            "replicated" if "Y" in parse("Out[B_X, F]").replicated({"X": 2, "Y": 2}) else "not replicated",
            erratum="an AllReduce over Y leaves the same on every device of Y, as the type says"),
-    Answer("Q3.3: the block, one after the other over hidden, one way, v5e", "", block[1][0] / block[1][1], "times",
+    Answer("Q3.3: the block, in sequence over hidden, one way, v5e", "", block[1][0] / block[1][1], "times",
            "hops one way are longer than their products"),
-    Answer("Q4: the block, one after the other over hidden, both ways, v5e", "", block[2][0] / block[2][1], "times",
+    Answer("Q4: the block, in sequence over hidden, both ways, v5e", "", block[2][0] / block[2][1], "times",
            "2 hops in place of 3, still longer than their products"),
     Answer("Q4: the block, one way over both ways", "", block[1][1] / block[2][1], "times", "2 hops in place of 3"),
 ])  # fmt: skip

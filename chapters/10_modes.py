@@ -4,9 +4,9 @@
 
     In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
 
-Explicit mode prints types and refuses lines that need a choice. In auto mode a planner writes the listing. In manual
-mode one writes one device's program. An MLP and an attention block run in all three, with equal values, gradients and
-collectives.
+In auto mode a planner decides what is sent, and writes the listing. In explicit mode each result has a type, and lines
+that need a choice are refused. In manual mode one writes one device's program. An MLP (the line above, for B tokens of
+D numbers and F hidden ones) and an attention block run in all three, with equal values, gradients and collectives.
 """
 
 # %% [markdown]
@@ -46,6 +46,7 @@ mesh = AbstractMesh({"X": 4, "Y": 2})  # the book's
 # collectives.
 
 # %%
+page.title("Three modes")
 page.table([
     ("auto", "the whole arrays", "no", "no", "scaling.auto.jit"),
     ("explicit", "the whole arrays", "yes", "no", "scaling.explicit"),
@@ -56,7 +57,8 @@ page.table([
 # ## Explicit mode
 # In explicit mode an array carries its type, and every function knows the type of its result. So one sees how a value
 # is sharded where it is made, and not in a profile. Communication happens only by `reshard`, or where the result's type
-# is given as `out`.
+# is given as `out`. The types here have sizes in place of letters: 8_X is a dim of 8, split over X. The mesh is the
+# book's first, X=4, Y=2.
 
 # %%
 page.title("Explicit: the type of a result")
@@ -69,9 +71,10 @@ texts = ["x", "x * 2", "x.mT", "x.sum(0)", "x.reshape(4, 2, 2)", 'torch.einsum("
 page.table([(text, eval(text).type) for text in texts], ["expression", "its type"])
 
 # %% [markdown]
-# JAX refuses that product, because it could mean an AllReduce or a ReduceScatter. Here the type `{U_Y}` itself says
-# which reduction is left, and the choice is a separate line. An expression without any legal type is refused, with
-# the cheapest line that helps.
+# JAX refuses the product in the table, because its result could be made by an AllReduce or a ReduceScatter. Here the
+# type `{U_Y}` says that the sum over Y is still to be taken, and the choice is a line of its own, the last in the
+# table. An expression without any legal type is refused, with the cheapest line that helps. (The cases are Part 3's: in
+# case 2 one operand is split along the contracted dim, in case 4 a dim of each that is not contracted over one axis.)
 
 # %%
 REFUSED = {
@@ -92,7 +95,8 @@ for what, call in REFUSED.items():
 # In auto mode one types the inputs and outputs, and the planner chooses all types in between. It compares the layouts
 # of every value, and takes those that send the fewest bytes. The listings below are its choices: the same product ends
 # with an AllReduce or a ReduceScatter, as the type of its result asks. To overrule it, one gives a value inside the
-# program a type by `explicit.reshard`, which is JAX's `with_sharding_constraint`.
+# program a type by `explicit.reshard`, which is JAX's `with_sharding_constraint`. The last rows compare both modes'
+# types, shapes and collectives with those that the book prints.
 
 
 # %%
@@ -125,15 +129,15 @@ types = ("x[B_X, D]", "W_in[D, F]", "W_out[D, F]")
 tickled = auto.jit(two_matmuls, mesh, types, "Out[B_X, D]").lower(meta(8, 64), meta(64, 256), meta(64, 256))
 page.say(f"\nwith the hidden array's type asked for:\n{tickled.listing}")
 page.answers([
-    Answer("10.3 jax.typeof(x)", "float32[8@X,2@Y]", as_jax(x)),
-    Answer("10.3 jax.typeof(x * 2)", "float32[8@X,2@Y]", as_jax(x * 2)),
-    Answer("10.3 jax.typeof(In)", "bfloat16[8@X,2048@Y]", as_jax(In)),
-    Answer("10.3 the product, out_sharding P('X', 'Y')", "bfloat16[8@X,8192@Y]",
+    Answer("explicit: jax.typeof(x)", "float32[8@X,2@Y]", as_jax(x)),
+    Answer("explicit: jax.typeof(x * 2)", "float32[8@X,2@Y]", as_jax(x * 2)),
+    Answer("explicit: jax.typeof(In)", "bfloat16[8@X,2048@Y]", as_jax(In)),
+    Answer("explicit: the product, out_sharding P('X', 'Y')", "bfloat16[8@X,8192@Y]",
            as_jax(explicit.einsum("bd,df->bf", In * In, W, out="[8_X, 8192_Y]"))),
-    Answer("10.2 one device's In", "[2, 1024]", str([*In.local.shape])),
-    Answer("10.2 one device's Out", "[2, 8192]", str([*Out.local.shape])),
-    Answer("10.2 what reduces Out[B_X, F]", "AllReduce", lowered["Out[B_X, F]"].steps[0].op),
-    Answer("10.3 what reduces Out[B_X, F_Y]", "ReduceScatter", lowered["Out[B_X, F_Y]"].steps[0].op),
+    Answer("auto: one device's In", "[2, 1024]", str([*In.local.shape])),
+    Answer("auto: one device's Out", "[2, 8192]", str([*Out.local.shape])),
+    Answer("auto: what reduces Out[B_X, F]", "AllReduce", lowered["Out[B_X, F]"].steps[0].op),
+    Answer("explicit: what reduces Out[B_X, F_Y]", "ReduceScatter", lowered["Out[B_X, F_Y]"].steps[0].op),
 ])  # fmt: skip
 
 # %% [markdown]
@@ -202,10 +206,10 @@ BLOCKS = {  # the texts, the types of inputs and output, and the shapes
 }  # fmt: skip
 
 # %% [markdown]
-# Values and gradients are compared with one device's. The lists count what each mode sent in the forward pass and in
-# both passes, from the shards of its arguments to the shards of its gradients. `shard_map` returns whole arrays and has
-# to send something for that, which the others do not. So two programs that only return whole arrays are counted as
-# well, and subtracted. Single numbers, such as the loss, are not counted.
+# Values and gradients are compared with one device's. The last tables of each block count what each mode sent in the
+# forward pass and in both passes, from the shards of its arguments to the shards of its gradients. `shard_map` returns
+# whole arrays and has to send something for that, which the others do not. So two programs that only return whole
+# arrays are counted as well, and subtracted. Single numbers, such as the loss, are not counted.
 
 
 # %%

@@ -2,8 +2,8 @@
 """Part 10, the worked problems: shards averaged and rolled, experts four ways, collective matmuls end to end.
 https://jax-ml.github.io/scaling-book/jax-stuff
 
-Question 1 is solved in auto and in manual mode; Question 2 with its listing, bytes, FLOPs and gradients; of Questions 3
-and 4 this chapter runs the whole block.
+Question 1 is solved in auto and in manual mode, and Question 2 with its listing, bytes, FLOPs and gradients. The forms
+of Questions 3 and 4 are in 10_collective_matmul.py; here their block runs as a whole.
 """
 
 # %%
@@ -48,9 +48,10 @@ def ms(f) -> float:
 
 # %% [markdown]
 # ## Question 1: within each shard
-# The question has x[S_X, D_Y] on a mesh X=4, Y=2, with the book's data. The mean of each shard in auto mode takes the
-# reshapes that the book shows: one dim counts the shards, another is within them. The planner inserts no collective. In
-# manual mode it is simply a mean. (Both run in one process here, and on ranks below.)
+# The question has x[S_X, D_Y] on a mesh X=4, Y=2, with the book's data: 0, 1, 2 ... in 512 rows of 8. The mean of each
+# shard in auto mode takes the reshape that the book shows, which cuts each dim in two: one counts the shards (I and K
+# in the listing), the other is within them (J and L). The planner inserts no collective. In manual mode it is simply a
+# mean. (Both run in one process here, and on ranks below.)
 
 # %%
 MESH = AbstractMesh({"X": 4, "Y": 2})
@@ -97,12 +98,12 @@ page.answers([
 # ## Question 2: experts, one device
 # There are S tokens A[S, D] and E experts W[E, D, F], and B[s] is the expert that token s has chosen. Question 2 wants
 # Out[s] = A[s] W[B[s]], and later the mean over k experts a token. The obvious W[B] would be an array [S, D, F], far
-# too large. A loop over the experts that masks tokens multiplies every token with every expert, E/k times the FLOPs
-# that are needed. If tokens are sorted into groups by expert, each is multiplied k times.
+# too large. A loop over the experts that masks tokens (`masked_loop`) multiplies every token with every expert, E/k
+# times the FLOPs that are needed. If tokens are sorted into groups by expert (`grouped`), each is multiplied k times.
 #
-# The book's hint is a buffer [E, S, D]. Its second dim has size S because all tokens may choose one expert, which is
-# one of the cases below. In part 2, the planner gathers all of A for the buffer's program, as the book says that a
-# compiler does: see its first line.
+# The book's hint is a buffer [E, S, D], in which each expert has a row for each token. Its second dim has size S
+# because all tokens may choose one expert, which is one of the cases below. In part 2, the planner gathers all of A for
+# the buffer's program, as the book says that a compiler does: see its first line.
 
 # %%
 S, D, F, E, k = 16 * n, 12, 16, 2 * n, 2
@@ -183,6 +184,7 @@ rows = page.on_ranks(by_modes)
 page.title("Questions 1.1 and 2.2 on ranks: the fastest of five steps, profiled")
 page.table([(name, sent or "nothing", f"{t:.2f}", f"{apart:.2f}") for name, (_, sent, t, apart) in rows.items()],
            ["program", "collectives", "ms", "in collectives"])  # fmt: skip
+page.say()
 page.equal([(name, off, EXACT) for name, (off, *_) in rows.items()])
 
 # %% [markdown]
@@ -190,9 +192,9 @@ page.equal([(name, off, EXACT) for name, (off, *_) in rows.items()])
 # There are two ways to bring tokens to experts. With an AllGather every device has all tokens and computes its own
 # experts' terms, which are then reduced and scattered. That is simple, and its bytes do not depend on the choices, but
 # every token goes everywhere. With ragged AllToAlls a token goes only where one of its experts is. A device takes the
-# other devices' tokens one chunk at a time, so that it holds at most |Y| chunk k rows, however uneven the choices are.
-# Compare the bytes where half of the experts are empty, and where all tokens go to the last device: then the others
-# send their tokens, and it sends all results back.
+# other devices' tokens in chunks of 8 (`ragged`), so that it holds at most |Y| * 8 * k rows, however uneven the choices
+# are, or all of them in one (`at once`). The bytes are those that the first device sends. Compare "all to one" with
+# the others: the first device then sends all its tokens to the last one, which alone sends results back.
 
 # %%
 WAYS = {"gathered": {}, "ragged": {"chunk": 8}, "ragged, at once": {"chunk": S}}

@@ -16,6 +16,7 @@ import torch
 from torch.func import grad, vjp, vmap
 
 from scaling.book.arrays import drawn
+from scaling.book.layout import beside
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.mesh import AbstractMesh
@@ -32,7 +33,10 @@ from scaling.shard_map import (
     shard_map,
     vma,
 )
-from scaling.spec import ShardingError
+from scaling.show import svg
+from scaling.show.frames import device_grids
+from scaling.spec import ShardingError, parse
+from scaling.spec.sizes import format_sizes
 from scaling.trace import trace
 
 SPECS = {"in_specs": ("A[B_X, D_Y]", "W[D, F_Y]"), "out_specs": "Out[B_X, F_Y]"}
@@ -49,6 +53,21 @@ EXACT = 1e-12
 # an AllReduce, `psum_scatter` a ReduceScatter, `ppermute` a CollectivePermute. The price is that one has to write all
 # of it, and to say rightly what varies from device to device; the last section shows what is refused.
 #
+# The picture has the arrays of the second example below, on four devices. Each device's square is the whole array, and
+# only the part with a number (in a notebook, with a colour) reaches the body of the function there. Copies bear the
+# number of the first device that has them. The table has the shapes. The body does not know how large the whole is, nor
+# which part it has, unless it asks for `axis_index`.
+
+# %%
+SQUARE, seen = {"X": 2, "Y": 2}, [parse(text) for text in SPECS["in_specs"]]
+page.title("What the body sees of the whole, on each of four devices")
+page.show(beside(device_grids(each, SQUARE) for each in seen), lambda: svg.types(seen, SQUARE))
+page.say()
+shapes = ([each.local_shape(FITS[1], mesh) for mesh in ({"X": 1, "Y": 1}, SQUARE)] for each in seen)
+page.table([(str(each), *(str([*shape]) for shape in both)) for each, both in zip(seen, shapes, strict=True)],
+           ["type", "outside", "in the body"])  # fmt: skip
+
+# %% [markdown]
 # ## The first example
 # On a mesh of 2 by 4, each device has 64 of 512 numbers, takes its first four, and the devices compute their mean. The
 # specs may be JAX's text or types: `P(('x', 'y'))` is `x[I_{x,y}]`. With `in_process=True` one process computes all
@@ -73,9 +92,9 @@ page.check("slice_and_average", torch.equal(found, numbers.view(8, 64)[:, :4].me
 # %% [markdown]
 # ## The second example: a collective matmul
 # This program computes A[B_X, D_Y] * W[D, F_Y] -> Out[B_X, F_Y] without an AllGather, for which the product would have
-# to wait. Each device begins with its own columns of A and the matching rows of W, and then receives the next columns
-# from its right neighbour, which can travel while it multiplies. `axis_index` differs by device, so Python cannot
-# branch on it; it is a tensor, at which a slice may start.
+# to wait. Each device begins with its own columns of A and the matching rows of W. Then it receives the next columns
+# from its right neighbour; they can travel while it multiplies. `axis_index` differs by device, so Python cannot branch
+# on it; it is a tensor, at which a slice may start.
 
 
 # %%
@@ -112,15 +131,17 @@ def runs(mesh, in_process=False) -> tuple[dict[str, float], dict[str, list[str]]
     return differences, collectives
 
 
-page.title(f"A[8, 16] W[16, 8] on the ranks of {page.args.mesh}")
+page.title(f"A[8, 16] W[16, 8] on the ranks of {format_sizes(page.args.mesh)}")
 on_ranks, sent = page.on_ranks(runs)
 page.equal([(name, off, EXACT) for name, off in on_ranks.items()])
 
 # %% [markdown]
 # ## The same in one process
-# The same code runs in two ways. Each mesh axis is a level of `torch.func.vmap`, over one device on a rank, and over
-# all devices in one process. So the lists of collectives are equal, too. The first and the last in the list are
-# shard_map's own: it splits a whole array at the beginning, and joins it at the end.
+# The same code runs in one process. Each mesh axis is a level of `torch.func.vmap`, over one device on a rank, and over
+# all devices in one process. So the lists of collectives are equal, too. In the list, forward and then backward, only
+# the CollectivePermutes are the program's. The others are shard_map's own. It splits whole arrays (Slice) at the
+# beginning of each pass, and joins them (AllGather) at its end. In the backward pass it sums dW over X (AllReduce),
+# because all devices along X have the same W.
 
 # %%
 here, sent_here = runs(AbstractMesh(page.args.mesh), in_process=True)
@@ -131,14 +152,15 @@ page.check("ranks and one process have the same collectives", sent == sent_here)
 
 # %% [markdown]
 # ## How gradients follow from types
-# A value varies over an axis, or it is invariant, the same on all devices along it: `vma(x)` names the axes over which
-# x varies. In JAX a gradient has the type of its value. So W below, which is the same on every device of X, has a
-# gradient that is the same everywhere, and it is summed although no psum is written. When W meets x, which varies over
-# X, it first becomes varying (`pvary`), and the transpose of that is a psum.
+# A value *varies* over an axis, or it is *invariant*: the same on all devices along it. `vma(x)` (varying mesh axes)
+# names the axes over which x varies. In JAX a gradient has the type of its value. So W below, which is the same on
+# every device of X, has a gradient that is the same everywhere: the sum over X, although no psum is written. This is
+# because W first becomes varying (`pvary`) where it is multiplied with x, which varies over X, and the transpose of
+# `pvary` is a psum.
 #
 # In the notation of the other chapters the sum is a line, `all_reduce("dW[D] {U_X} -> dW[D]", ...)`, because one may
-# want to delay it or to write a ReduceScatter. JAX has a type for that law as well. A *reduced* value is the same on
-# all devices, and its gradient is *unreduced*, `{U_X}`: then the caller writes the psum, which may be a psum_scatter.
+# want to delay it or to write a ReduceScatter. JAX has a type for this, too. A *reduced* value is the same on all
+# devices, and its gradient is *unreduced*, `{U_X}`: then the caller writes the psum, or a psum_scatter instead.
 
 # %%
 FOUR = AbstractMesh({"X": 4, "Y": 2})
@@ -179,9 +201,9 @@ page.check("the gradient is invariant", not types["dW"] and types["dW of pvary(w
 # %% [markdown]
 # ## Which programs are refused?
 # Like JAX's `check_vma`, shard_map refuses a program before it returns anything: a result whose out_spec claims that
-# all devices hold the same, where they may not; a sum over an axis along which the value varies and one along which it
-# does not; a device that branches on its own value. The second example is surprising. The result of all_gather is the
-# same everywhere, but it is typed as varying, since its transpose is a psum_scatter.
+# all devices hold the same, where they may not; a sum over two axes, of which the value varies along one alone; a
+# device that branches on its own value. The second example is surprising. The result of all_gather is the same
+# everywhere, but it is typed as varying, since its transpose is a psum_scatter.
 
 # %%
 REFUSED = {
