@@ -4,7 +4,8 @@ https://jax-ml.github.io/scaling-book/gpus
 
 A GPU multiplies FP8 numbers twice as fast as bfloat16 ones, and a B200 multiplies four-bit numbers twice as fast again.
 But so few bits cover a small range, so values are stored divided by a scale. The scales are an array, too: they are
-sharded, gathered and reduced. This chapter writes them into the type, W[D_X, F] {Q_D}, and runs FSDP with it.
+sharded, gathered and reduced. This chapter writes them into the type, W[D_X, F] {Q_D}, and runs FSDP with it. W is a
+weight of an MLP, from D numbers of a token to F hidden ones, and X is the axis over which FSDP splits it.
 """
 
 # %%
@@ -62,10 +63,17 @@ page.answers([
 # %% [markdown]
 # ## The types of the parts
 # `W[D_X, F] {Q_D}` says that values along D share a scale. The format decides how many values share one, and in which
-# dtypes the values and scales are stored. The table has the parts of a weight. The type of each part is an ordinary
-# one, in which `D/32` has one entry for each 32 of D. No shard may cut a block, and that needs no new rule: D/32 has
-# to divide over X, as every dim does. If all of D shares one scale, the values that share it are on several ranks, so
-# their maximum takes an AllReduce.
+# dtypes the values and scales are stored:
+#
+# - `fp8-row`: FP8 values (E4M3: 4 bits of exponent, 3 of mantissa), with one float32 scale for all of D
+# - `fp8-128`: FP8 values, with one float32 scale for each block of 128
+# - `mxfp8`: FP8 values, with one byte for each block of 32, a power of two
+# - `nvfp4`: values of 4 bits, two in a byte, with an FP8 scale for each block of 16 and a float32 one for the array (t)
+#
+# The table has the parts of a weight, values (q) and scales (s). The type of each part is an ordinary one, in which
+# `D/32` has one entry for each 32 of D. No shard may cut a block, and that needs no new rule: D/32 has to divide over
+# X, as every dim does. If all of D shares one scale, the values that share it are on several ranks, so their largest
+# magnitude (amax) takes an AllReduce.
 
 # %%
 mesh, sizes, W = AbstractMesh({"X": 8}), {"D": 8192, "F": 28672}, parse("W[D_X, F] {Q_D}")
@@ -93,9 +101,9 @@ page.table(rows, ["format", "held as", "gathered, of\nbf16's bytes", "amax reduc
 # in trained models. E4M3 reaches from 448 down to 2^-9, so if the whole array has one scale, the largest value sets it,
 # and all values left of the mark become zero. The table shows for each format the share of values that become zero, and
 # the error relative to the values. With a scale per row fewer values are lost, and with a scale per block fewest.
-# Integers are evenly spaced, so small values round to zero: int8 with a scale per row loses as many as NVFP4, which has
-# half the bits. MXFP8's scale is a power of two that is rounded down, so the largest value of a block may be clamped;
-# RCEIL rounds it up.
+# Integers are evenly spaced, so small values round to zero: int8 with a scale per row loses more of them than NVFP4,
+# which has half the bits. MXFP8's scale is a power of two that is rounded down, so the largest value of a block may be
+# clamped; RCEIL rounds it up.
 
 # %%
 rng = torch.Generator().manual_seed(page.args.seed)
@@ -131,7 +139,8 @@ page.check("blocks keep more than one scale a row, in int8", errors["int8-128"] 
 # The same rule says why tensor parallelism gains little. Y gathers activations: `y[B, T_Y, D] -> y[B, T, D]`. The
 # forward product sums over D, and the gradient of the weight over the tokens, so y is needed in two forms, which are
 # 33/32 of its bytes in bfloat16, where it is gathered once and kept. Only a layer that is computed again, which gathers
-# y twice, sends less: three forms of one byte in place of two of two. This code gathers activations in the run's dtype.
+# y twice, sends less: three gathers of one byte a value in place of two of two bytes. This code gathers activations in
+# the run's dtype.
 #
 # Below, `r` is a recipe: the formats of both operands in the forward pass (`forward`), of the weights in the backward
 # pass (`weights`), of activations where a weight's gradient is computed (`gradients`), and of the gradients that flow
@@ -182,9 +191,10 @@ def scaled_fsdp(r) -> Strategy:
 
 # %% [markdown]
 # The table has the collectives of the listing in MXFP8: first the values and then the scales of each weight are
-# gathered, and gradients are reduced in float32. Below it, loss and gradients on the mesh are compared with one device.
-# They are computed in float64, in which the order of a sum is too small a difference to change a rounding to eight
-# bits. They are equal in every format, because the maximum of a block does not depend on the mesh.
+# gathered, once for each pass, and gradients are reduced without scales, here in float64. Below it, the result and the
+# gradients on the mesh are compared with one device. They are computed in float64, in which the order of a sum is too
+# small a difference to change a rounding to eight bits. They are equal in every format, because the maximum of a block
+# does not depend on the mesh.
 
 # %%
 RECIPE = {name: r._replace(gradients=r.gradients or "fp8-row") for name, r in RECIPES.items()}

@@ -13,8 +13,8 @@ measurements, counts the bytes that switches move message by message, adds SHARP
 # the full rate; beyond it they are joined by a tree whose levels are slower and shared.
 #
 # So on a torus one asks along which axis to shard, and on a tree how far a collective reaches. Inside a node every
-# collective is cheap, AllToAlls above all. One level up a chip has a ninth of the bandwidth, and the layouts of Part 5
-# are chosen so that little crosses it.
+# collective is cheap, AllToAlls above all. One level up a GPU has a ninth of the bandwidth, 50e9 bytes/s in place of
+# 450e9, and the layouts of Part 5 are chosen so that little is sent there.
 
 # %%
 from scaling.book.answers import Answer
@@ -23,6 +23,7 @@ from scaling.book.page import Page
 from scaling.configs import get
 from scaling.cost import gpu
 from scaling.hardware import chip
+from scaling.show import bars, svg
 
 page = Page(__doc__, plot=True)
 H100, GB200, V5P = chip("h100", "part12"), chip("gb200"), chip("v5p")
@@ -33,10 +34,28 @@ TB, GB, US = 1e12, 1e9, 1e6
 # %% [markdown]
 # ## The tree of switches
 # Eight GPUs and their switches are a *node*. 32 nodes under eight *leaf* switches are a *scalable unit* (SU), and four
-# SUs under 16 *spine* switches are a SuperPod of 1,024 GPUs. A GPU has 450e9 bytes/s into its node, a node has 400e9
-# into the network, and no level above has less for each node. Such a tree is called *fat*: its branches do not get
-# thinner towards the top, so a collective over all of it is as fast as one over a few nodes. The last column is the
-# bandwidth of an AllGather, V over its time, which the slowest level decides.
+# SUs under 16 *spine* switches are a SuperPod of 1,024 GPUs. The picture has the three levels. Each row is one box of
+# the row above, opened: the spine has four SUs, one of them 32 nodes, and one of these eight GPUs.
+
+# %%
+tree = []
+for level, child, label in ((SPINE, "SU", "SU"), (LEAF, "node", "n"), (NODE, "GPU", "GPU")):
+    joined = f"{level.switches} switches join {level.degree} {child}s, {level.child_bw / GB:,.0f} GB/s from each"
+    tree.append((f"{level.name}: {joined}", [bars.Bar(level.name, label, i, i + 1) for i in range(level.degree)]))
+page.title("An H100 SuperPod from the top")
+page.show(
+    "\n".join(f"{title}\n{bars.text(boxes, 64, fill='_')}" for title, boxes in tree),
+    lambda: svg.time_lines(tree, unit=None),
+)
+
+# %% [markdown]
+# A GPU has 450e9 bytes/s into its node, a node has 400e9 into the network, and no level above has less for each node.
+# Such a tree is called *fat*: its branches do not get thinner towards the top, so a collective over all of it is as
+# fast as one over a few nodes.
+#
+# The table has for each level what its switches can move, what the cables from below bring to them, and the share of
+# these cables of one GPU and of one node ("fat tree"). The last column is the bandwidth of an AllGather, V over its
+# time for an array of V bytes, which the slowest level decides. A GB200 NVL72 has 72 GPUs in a node.
 
 # %%
 page.title("H100 SuperPod and GB200 NVL72, level by level")
@@ -52,8 +71,8 @@ page.table(rows, ["", "level", "GPUs", "switches", "switches\nTB/s", "cables\nTB
                   "AllGather\nGB/s"])  # fmt: skip
 
 # %% [markdown]
-# Nodes have grown. A GB200 node is nine times as large as an H100's and sends nine times as much, while each of its
-# GPUs sends as much as a B200.
+# Nodes have grown. A GB200 node is nine times as large as an H100's and sends nine times as much to other nodes, while
+# each of its GPUs sends as much as a B200.
 
 # %%
 page.title("Nodes by generation: NVLinks, and bytes/s that leave a GPU and its node")
@@ -72,16 +91,17 @@ page.table(rows, ["", "GPUs", "switches", "NVLinks\na GPU", "a link", "a GPU", "
 #
 # Compare the AllToAll on 8 and on 16 GPUs. An AllGather can be done level by level, so that one copy of a shard goes up
 # for a whole node. In an AllToAll each byte is for one GPU only, and every byte for another node leaves at 50e9 bytes/s
-# per GPU. The last column is a ragged AllToAll, in which each token goes to k = 2 of the GPUs, as with experts.
+# per GPU. The last column is a ragged AllToAll, in which each token goes to k = 2 of the GPUs of a node, or of the
+# nodes if there are several, as with experts.
 
 # %%
 V = 64e6
-page.title(f"Collectives of {format_number(V)} bytes: us")
+page.title("Collectives of 64 MB: us")
 rows = []
 for n in (2, 8, 16, 64, 256, 1024):
     calls = (gpu.all_gather(V, H100, n), gpu.all_reduce(V, H100, n), gpu.all_reduce(V, H100, n, sharp=True))
     calls += (gpu.all_to_all(V, H100, n), gpu.all_to_all(V, H100, n, k=2))
-    rows.append((n, *(f"{US * t:.1f}" for t in calls)))
+    rows.append((n, *(format_number(US * t, 3) for t in calls)))
 page.table(rows, ["GPUs", "AllGather", "AllReduce", "with SHARP", "AllToAll", "ragged, k = 2"])
 
 # %% [markdown]
@@ -90,7 +110,8 @@ page.table(rows, ["GPUs", "AllGather", "AllReduce", "with SHARP", "AllToAll", "r
 # each link carries, is 2V (N - 1)/N over the time; for an AllGather (Appendix B) it is V (N - 1)/N over the time. The
 # model has 450e9 for any size. The chart shows that a node comes near it for very large arrays only, and that one axis
 # of a v5p 4x4x4 comes near its own bandwidth at smaller sizes. So on GPUs small collectives cost more than the formulas
-# say: the MLP's shard of 58 MB reaches a third of the bandwidth.
+# say. The mark is a shard of LLaMA-3 70B's MLP, 58 MB, which reaches between 127 and 292 of 450 GB/s; the book says
+# 150, a third.
 #
 # Benchmarks such as nccl-tests take the same formula with SHARP, too. There a GPU sends V, not 2V (N - 1)/N, so the
 # reported number can be above what a link carries: 480 GB/s on links of 450 is no error of measurement.
@@ -142,9 +163,10 @@ page.say("exact: V times the greatest of (D - 1)/(D max(Y, S) W) over the levels
 
 # %% [markdown]
 # ## Quiz 4: the bytes that switches move, message by message
-# The formulas of Quiz 4 are confirmed by counting. Every copy of every shard is counted at the switch of one node and
-# at the one above, and so are SHARP's four phases. An AllGather of B bytes takes only B out of a node and into it, but
-# its switch has to send BN to the N GPUs; that is why the links into the GPUs bind inside a node.
+# The formulas of Quiz 4 are confirmed by counting, for M nodes of N GPUs. Every copy of every shard is counted at the
+# switch of one node and at the one above (top), and so are SHARP's four phases. For an AllGather of B bytes, a node's
+# switch receives each shard once, B in all, but has to send BN to its N GPUs. That is why the links into the GPUs bind
+# inside a node.
 
 
 # %%
@@ -183,8 +205,8 @@ page.same(rows, ["AllGather, M x N", "formula", "value", "counted"])
 # %% [markdown]
 # ## Quizzes 2 and 3: nodes, and beyond
 # All answers follow from the tree's levels: what a unit's cables and switches carry, and how many switches larger
-# clusters need. *Bisection* is the bandwidth between two halves of the GPUs, both directions together; *egress* is what
-# leaves a unit, one way.
+# clusters need. A row begins with the number of its question. *Bisection* is the bandwidth between two halves of the
+# GPUs, both directions together; *egress* is what leaves a unit, one way.
 
 # %%
 node, leaf, spine = gpu.levels_table(H100)
@@ -225,7 +247,7 @@ page.answers([
 
 # %% [markdown]
 # ## Collectives: the text, and Quiz 4
-# The times are for a node and beyond it, by the book's V/W and precisely.
+# The times are for a node and beyond it: approximately, as the book's V/W, and precisely, with its factor (N - 1)/N.
 
 # %%
 pop, W = 2 * 1024 * 16384, NODE.child_bw

@@ -80,7 +80,7 @@ page.chart(
 
 # %% [markdown]
 # ## The numbers of the text
-# alpha is C/W of a node, 2475 FLOPs a byte on H100s, and Z is the number of GPUs that experts are spread over.
+# alpha is C/W between nodes, 2475 FLOPs a byte on H100s, E experts are spread over Z GPUs, and a token takes k of them.
 # "rounding" means that the book rounded on the way; for an "erratum", the line below the row says what is wrong.
 
 # %%
@@ -111,10 +111,11 @@ page.answers([
 
 # %% [markdown]
 # ## Examples
-# Two published runs chose the following layouts. Both have fewer tokens a GPU than plain DP needs, and both are
-# compute-bound, because a replica over many nodes uses all their cables. A replica of DeepSeek-V3 is EP 64 x PP 16, on
-# 128 nodes, and there are two. One of LLaMA-3 405B is TP 8 x PP 16, on 16 nodes, and there are 128. The rows "ours" are
-# the tokens per GPU that DP then needs, and both runs have them.
+# Two published runs chose the following layouts. Both have fewer tokens a GPU than plain DP needs: DeepSeek-V3 has
+# 30,720, where 2475 E/k are 79,200, and LLaMA-3 has 977 of 2475. Yet both are compute-bound, because a replica over
+# many nodes uses all their cables. A replica of DeepSeek-V3 is EP 64 x PP 16, on 128 nodes, and there are two. One of
+# LLaMA-3 405B is TP 8 x PP 16, on 16 nodes, and there are 128. The rows "ours" are the tokens per GPU that DP then
+# needs; both runs have more.
 
 # %%
 deepseek, llama = {"EP": 64, "PP": 16, "DP": 2}, {"TP": 8, "PP": 16, "DP": 128}

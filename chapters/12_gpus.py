@@ -29,8 +29,8 @@ KIB, MB = 1024, 1e6
 # A GPU is a set of small cores, the *streaming multiprocessors* (SMs), around one memory, the HBM. Each SM has four
 # parts, and each part has a Tensor Core, which multiplies matrices, 32 CUDA cores, which do everything else, and 16,384
 # registers. An SM also has its own fast memory (SMEM, or L1), into which a program copies what it multiplies; L2 is a
-# cache that all SMs share. Threads run in *warps* of 32, all at the same instruction; a warp scheduler switches to
-# another warp while one waits for memory.
+# cache that all SMs share. Threads run in *warps* of 32, all at the same instruction. Each part of an SM has a *warp
+# scheduler*, which switches to another warp while one waits for memory.
 #
 # The last column is C/W in bf16, the FLOPs for each byte of HBM. It is about 300 for an H100 and a B200, near a v5e's
 # 240; an H200's faster HBM makes it 206. So a matmul needs about as many rows as on a TPU to be compute-bound.
@@ -59,7 +59,10 @@ page.say(f"The book's text and quizzes, and all below, take {format_number(H100.
 # A GPU has hundreds of small cores and a TPU two large ones; both multiply matrices in special units, at similar
 # clocks. Small cores are flexible, since each can do something else, and harder to use well: a large matmul has to be
 # cut into tiles for all of them, whose memories are small. A TPU's one program feeds a large unit from a large memory.
-# Compare the memories: an H100 holds as much in registers as in SMEM. A TPU has few registers, and four times the VMEM.
+#
+# The table sets each unit of a GPU beside what does its work in a TPU (Part 2): the MXU multiplies matrices, the VPU
+# computes with vectors, and VMEM is the fast memory. Compare the memories: an H100 holds as much in registers as in
+# SMEM. A TPU has few registers, and four times as much VMEM as an H100 has SMEM.
 
 # %%
 schedulers = {"h100": H100.sms * SUBPARTITIONS, "v5p": V5P.cores * V5P.vector_alus // (8 * 128)}
@@ -94,7 +97,8 @@ page.chart(
 
 # %% [markdown]
 # ## The numbers of the text, and Quiz 1
-# First come the numbers of the text: FLOPs/s from the units and their clock, and an H100 compared with a v5p.
+# First come the numbers of the text: FLOPs/s from the units and their clock, and an H100 compared with a v5p. An FMA
+# multiplies and adds in one instruction, which NVIDIA counts as two FLOPs.
 
 # %%
 cores = {hw.name: hw.sms * SUBPARTITIONS * LANES for hw in (H100, B200)}

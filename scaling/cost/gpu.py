@@ -97,14 +97,14 @@ def all_to_all(
 ) -> float:
     """Return the seconds of an AllToAll at the slowest level, where V (M - 1) / M^2 leaves a child of N/M GPUs.
 
-    In a node M = N GPUs with W = 450e9 (H100); over M nodes W is the node's 400e9. If only `k` of the destinations are
-    not empty (ragged), the time is multiplied by `nonzero_share`.
+    In a node M = N GPUs with W = 450e9 (H100); over M nodes W is the node's 400e9. If only `k` of the destinations
+    (GPUs in a node, else nodes) are not empty (ragged), the time is multiplied by their `nonzero_share`.
     """
     not_negative(nbytes=nbytes)
     times = [0.0]
     for below, _, _, bandwidth in spans(chip, gpus):
         own = min(1.0, below / gpus)
-        share = nonzero_share(-(-gpus // below), k, random) * ((1 - own) if exact else 1)
+        share = nonzero_share(-(-gpus // min(below, chip.node_gpus)), k, random) * ((1 - own) if exact else 1)
         times.append(nbytes * own * share / bandwidth)
     return max(times)
 

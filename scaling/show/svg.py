@@ -83,10 +83,13 @@ def types(specs: Iterable["str | Spec"], mesh) -> str:
     return document(parts, width, height)
 
 
-def time_lines(lines: Sequence[TimeLine], colours: Mapping[str, str] = MappingProxyType({}), unit: str = "") -> str:
+def time_lines(
+    lines: Sequence[TimeLine], colours: Mapping[str, str] = MappingProxyType({}), unit: str | None = ""
+) -> str:
     """Return an SVG of time lines below each other, each with its time axis, and a legend of the kinds of bars.
 
-    A bar has the colour of its kind; if `colours` has none for it, the colour of its row.
+    A bar has the colour of its kind; if `colours` has none for it, the colour of its row. If `unit` is None, the bars
+    are parts of a whole instead of a time, and there is no axis.
     """
     parts, y = list[str](), 0.0
     for title, bars in lines:
@@ -103,6 +106,8 @@ def time_lines(lines: Sequence[TimeLine], colours: Mapping[str, str] = MappingPr
                 middle = left + (wide - LETTER * len(bar.label)) / 2
                 parts.append(_words(middle, top + rows.index(bar.row) * ROW + 14, bar.label, "small"))
         y = top + len(rows) * ROW
+        if unit is None:
+            continue
         for tick in ticks(0, end, False, 8):
             x = LEFT + tick / end * ACROSS
             parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y + 4:.1f}" stroke="#444"/>')

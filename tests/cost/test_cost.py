@@ -1,6 +1,7 @@
 """Rooflines of a chip, memory, the collectives of GPUs and TPUs, layers under each strategy, by what they must be at
 any sizes, and where no chapter has them: the book's numbers are the chapters' answers (book/test_chapters.py)."""
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -78,14 +79,14 @@ def test_gathers_of_gpus():
 
 
 def test_all_to_all_by_counting():
-    """What each GPU, node and unit sends out of itself."""
-    for n in (2, 8, 16, 256, 512):
+    """What each GPU, node and unit sends out of itself; if ragged, to k of the GPUs, or above a node of the nodes."""
+    for n, k in itertools.product((2, 8, 16, 256, 512), (None, 2)):
         worst = 0.0
         for below, bandwidth in ((1, 450e9), (8, 400e9), (256, 12.8e12)):
             if n > below:
                 out = sum(1 / n**2 for a in range(below) for b in range(n) if b // below != a // below)
-                worst = max(worst, out / bandwidth)
-        assert gpu.all_to_all(1, H100, n) == approx(worst)
+                worst = max(worst, out / bandwidth * min(1, (k or n) * min(below, 8) / n))
+        assert gpu.all_to_all(1, H100, n, k) == approx(worst)
 
 
 # --- Collectives of TPUs
