@@ -134,9 +134,9 @@ page.equal([(form, off, 1e-12) for form, (off, _) in ran.items()])
 
 # %% [markdown]
 # What does a whole step send? The table has the bytes of all its collectives by the closed form and as traced. Besides
-# the lines above there is an AllReduce after the embedding and after each MLP, and an AllGather of the logits at the
-# end. An AllReduce counts once here, although it takes twice the time. The AllReduces of `sequence` are larger, by the
-# maxima of the softmax.
+# the lines above there is an AllReduce after the embedding and after each MLP (in `2d` a ReduceScatter, and an
+# AllGather before what follows), and an AllGather of the logits at the end. An AllReduce counts once here, although it
+# takes twice the time. The AllReduces of `sequence` are larger, by the maxima of the softmax.
 
 # %%
 rows = []

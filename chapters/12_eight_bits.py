@@ -102,8 +102,11 @@ page.table(rows, ["format", "held as", "gathered, of\nbf16's bytes", "amax reduc
 # and all values left of the mark become zero. The table shows for each format the share of values that become zero, and
 # the error relative to the values. With a scale per row fewer values are lost, and with a scale per block fewest.
 # Integers are evenly spaced, so small values round to zero: int8 with a scale per row loses more of them than NVFP4,
-# which has half the bits. MXFP8's scale is a power of two that is rounded down, so the largest value of a block may be
-# clamped; RCEIL rounds it up.
+# which has half the bits.
+#
+# The last column, the error of all values together, is mostly that of the largest ones. A float32 scale maps the
+# largest value of its block to 448 exactly. MXFP8's scale is a power of two, which does not, and it is rounded down, so
+# the largest value of a block may be clamped; RCEIL rounds it up.
 
 # %%
 rng = torch.Generator().manual_seed(page.args.seed)
