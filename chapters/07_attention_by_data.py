@@ -2,10 +2,10 @@
 """Part 7, beyond the book: attention by data, experts over all ranks, as DeepSeek-V3 is served.
 https://jax-ml.github.io/scaling-book/inference
 
-All heads share a latent cache, so if heads are split over Y, each rank along Y has the whole cache. DeepSeek-V3
-(arXiv:2412.19437, section 3.4.2) splits the requests instead, so that each has its whole cache on few ranks, and
-spreads the experts over all ranks. Tokens travel to the experts that they chose, in numbers that the router decides,
-and come back.
+All heads share a cache of latents (07_latent_decode.py), so if heads are split over Y, each rank along Y has the whole
+cache. DeepSeek-V3 (arXiv:2412.19437, section 3.4.2) splits the requests instead, so that each has its whole cache on
+few ranks, and spreads the experts over all ranks. Tokens travel to the experts that they chose, in numbers that the
+router decides, and come back.
 """
 
 # %% [markdown]

@@ -316,25 +316,25 @@ rows = [(b, roof[b], us, b / us, f"{roof[b] / us:.0%}", page.check(f"the bound a
         for b, us in figure.items()]  # fmt: skip
 page.table(rows, ["batch", "bound", "measured", "tokens/us\nmeasured", "bound over\nmeasured", "not beaten"])
 page.answers([
-    Answer("A params", "600e6", size, "params", erratum="2 x 8192 x 32768"),
-    Answer("A least latency", "365", roof[16], "us", erratum="537e6 x 2 / (4 x 8.2e11); 365 is of 600e6"),
+    Answer("App. A: params", "600e6", size, "params", erratum="2 x 8192 x 32768"),
+    Answer("App. A: least latency", "365", roof[16], "us", erratum="537e6 x 2 / (4 x 8.2e11); 365 is of 600e6"),
 ])  # fmt: skip
 
 # %% [markdown]
 # ## Appendix C: latency bound communications
 # In a decode step the activations are so small that bandwidth matters less than the hops. An AllGather takes at least a
 # microsecond per hop, X/2 hops on a ring of X chips. In that time a link moves 45 kB (4.5e10 bytes/s one way), so a
-# gather is bound by latency if the whole array has less than X times 45 kB. (In the rows C is the appendix.)
+# gather is bound by latency if the whole array has less than X times 45 kB.
 
 # %%
 ring, wide = cost.latency_bound_bytes(V5E, 8, wrap=True), get("llama3-70b").D  # 8192
 page.answers([
-    Answer("C 8 ways, a ring: latency-bound below", "360", ring / 1e3, "kB"),
-    Answer("C activations of 16 tokens, D = 8192, int8", "131", 16 * wide / 1e3, "kB"),
-    Answer("C latency-bound below so many W_ICI x 1e-6 ('total bytes')", "1", ring / (V5E.ici_bw * 1e-6), "times",
+    Answer("App. C: 8 ways, a ring: latency-bound below", "360", ring / 1e3, "kB"),
+    Answer("App. C: activations of 16 tokens, D = 8192, int8", "131", 16 * wide / 1e3, "kB"),
+    Answer("App. C: latency-bound below so many W_ICI x 1e-6 ('total bytes')", "1", ring / (V5E.ici_bw * 1e-6), "times",
            erratum="bytes per shard, one way: 45 kB for each of the 8"),
-    Answer("C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =", "", 16 * wide * 8 / ring, "", "ways"),
-    Answer("C 8 ways on a line, as 8 of a v5e without wraparound", "",
+    Answer("App. C: 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =", "", 16 * wide * 8 / ring, "ways"),
+    Answer("App. C: 8 ways on a line, as 8 of a v5e without wraparound", "",
            cost.latency_bound_bytes(V5E, 8, wrap=False) / 1e3, "kB", "7 hops, and 7/8 of the bytes, over one link"),
 ])  # fmt: skip
 page.end()

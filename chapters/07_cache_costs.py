@@ -13,10 +13,10 @@ planner's number, and each number with a cache that is allocated.
 # %% [markdown]
 # ## Why count the bytes of a token of context?
 # The weights are read once a step, whatever the batch is. Each sequence has its own cache, and a step reads all of it.
-# So the bytes that a token of context adds decide how many sequences fit beside the weights, the number of sequences
-# decides among how many tokens the read of the weights is divided, and this decides the price of a token.
+# So the bytes that a token of context adds decide how many sequences fit beside the weights. The more sequences share
+# one read of the weights, and the less each step reads of caches, the less a token costs.
 #
-# The table shows the chain for LLaMA-3 70B on eight H200s, with a key and a value for each of its 64 query heads, and
+# The table shows this for LLaMA-3 70B on eight H200s, with a key and a value for each of its 64 query heads, and
 # as it is, with 8 KV heads. Weights are in FP8, caches in bf16, and a tenth of the memory stays free. The largest batch
 # that fits is served at the bound of Part 7 (07_bottlenecks.py), without collectives. A GPU costs around $10 an hour
 # (Part 12). With an eighth of the bytes eight times as many sequences fit, and since caches are most of what is read, a

@@ -84,9 +84,9 @@ page.say(layout.beside(pictures, gap=2, columns=80))
 # Now requests arrive at random, with prompts and outputs of different lengths. Compare the medians (p50) with the 95th
 # percentiles (p95). With `static`, a request waits for the slowest of a batch before it begins; its tokens then come
 # steadily, as no prompt runs beside them. With `interleaved`, some requests have tokens several times as slowly as
-# others, because every prompt stops all decodes; chunks make this better. With `disaggregated`, requests begin at once
-# and their tokens come steadily, on twice the chips: so few requests do not fill both slices, and it makes half as many
-# tokens a chip.
+# others, because every prompt stops all decodes; chunks make this better. With `disaggregated`, the first token takes
+# as long, since prompts wait for each other, but the tokens after it come steadily. This takes twice the chips: so few
+# requests do not fill both slices, and it makes half as many tokens a chip.
 
 # %%
 draw = random.Random(page.args.seed)
@@ -196,9 +196,9 @@ page.answers([
 # of 8192 tokens takes a prefill server 0.91 s, so 3.3 x 0.91 = 2.99 of them keep up.
 #
 # The simulator confirms it. Prompts are always waiting, and r prefill servers are modelled as one that is r times as
-# fast. Up to r = 3 each server adds sequences to a step, and a fourth adds none. The simulation uses an eighth of the
-# tokens and an eighth of a prompt's time, which has the same ratio and reaches its steady state sooner. (A step has a
-# little less than its 32 sequences on average, because the batch fills at the start and empties at the end.)
+# fast. Up to r = 3 each server adds sequences to a step, and a fourth adds hardly any. The simulation uses an eighth of
+# the tokens and an eighth of a prompt's time, which has the same ratio and reaches its steady state sooner. (A step has
+# a little less than its 32 sequences on average, because the batch fills at the start and empties at the end.)
 
 # %%
 count = 100 if page.small else 600

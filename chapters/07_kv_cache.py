@@ -4,10 +4,10 @@ https://jax-ml.github.io/scaling-book/inference
 
     KV[2, L, B, S, K, H]        the keys and values, which are the 2, of B sequences of S tokens
 
-L is the number of layers, K that of KV heads, and H that of numbers a head. The same n tokens are sampled without a
-cache and with one, and the FLOPs are counted as they run: without, they grow as n^2 in the MLPs and n^3 in attention,
-and with it as n and n^2. Then the cache is shown as data: ragged batches, chunks, pages, int8 with its scales, and
-tokens that are taken back. What binds a decode step is in 07_bottlenecks.py.
+The model has L layers, each with K KV heads of H numbers. The same n tokens are sampled without a cache and with one,
+and the FLOPs are counted as they run: without a cache they grow as n^2 in the MLPs and n^3 in attention, and with one
+as n and n^2. Then the cache is shown as data: ragged batches, chunks, pages, int8 with its scales, and tokens that are
+taken back. What binds a decode step is in 07_bottlenecks.py.
 """
 
 # %% [markdown]

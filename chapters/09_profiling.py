@@ -52,8 +52,8 @@ except ValueError as error:
 #
 # The book's program multiplies float32 by bfloat16. JAX writes it as StableHLO, which the compiler XLA turns into HLO,
 # then LLO and machine code: each of these languages is nearer to the machine. Torch has such stages, too: operations
-# that run one at a time, a graph of them, two graphs for a forward and a backward pass, and code. Most of what it adds
-# are layouts: `permute` and `view` change how a product sees its operands, and move nothing.
+# that run one at a time, a graph of them, two graphs for a forward and a backward pass, and code. Most operations that
+# torch adds are layouts: `permute` and `view` change how a product sees its operands, and move nothing.
 
 
 # %%

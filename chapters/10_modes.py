@@ -73,8 +73,8 @@ page.table([(text, eval(text).type) for text in texts], ["expression", "its type
 # %% [markdown]
 # JAX refuses the product in the table, because its result could be made by an AllReduce or a ReduceScatter. Here the
 # type `{U_Y}` says that the sum over Y is still to be taken, and the choice is a line of its own, the last in the
-# table. An expression without any legal type is refused, with the cheapest line that helps. (The cases are Part 3's: in
-# case 2 one operand is split along the contracted dim, in case 4 a dim of each that is not contracted over one axis.)
+# table. An expression without any legal type is refused, with the cheapest line that helps. (The cases are Part 3's. In
+# case 2 the contracted dim is split in one operand alone. In case 4 both operands have another dim over one axis.)
 
 # %%
 REFUSED = {

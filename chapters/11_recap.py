@@ -25,8 +25,8 @@ parts = sorted({recap.part(path) for path in paths})
 # %% [markdown]
 # ## The numbers, part by part
 # "agrees" means that ours rounds to what the book prints. "rounding" means that the book rounded on the way. "erratum"
-# means that the book is wrong, and the line below the row says how. "ours" means that the book asks and gives no
-# answer.
+# means that the book is wrong, and the line below the row says how. "ours" means that the book has no such number,
+# because it asks without an answer, or because the chapter goes on from there.
 
 # %%
 sums = {}
