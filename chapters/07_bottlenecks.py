@@ -333,7 +333,8 @@ page.answers([
     Answer("App. C: activations of 16 tokens, D = 8192, int8", "131", 16 * wide / 1e3, "kB"),
     Answer("App. C: latency-bound below so many W_ICI x 1e-6 ('total bytes')", "1", ring / (V5E.ici_bw * 1e-6), "times",
            erratum="bytes per shard, one way: 45 kB for each of the 8"),
-    Answer("App. C: 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =", "", 16 * wide * 8 / ring, "ways"),
+    Answer("App. C: 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =", "", 16 * wide * 8 / ring, "ways",
+           "131 kB over 45 kB a way"),
     Answer("App. C: 8 ways on a line, as 8 of a v5e without wraparound", "",
            cost.latency_bound_bytes(V5E, 8, wrap=False) / 1e3, "kB", "7 hops, and 7/8 of the bytes, over one link"),
 ])  # fmt: skip

@@ -99,8 +99,8 @@ page.table(rows, ["format", "held as", "gathered, of\nbf16's bytes", "amax reduc
 # ## How precise each format is
 # The histogram has the magnitudes of activations. One feature in sixty-four is thirty times as large as the others, as
 # in trained models. E4M3 reaches from 448 down to 2^-9, so if the whole array has one scale, the largest value sets it,
-# and values below half of the mark become zero. The table shows for each format the share of values that become zero, and
-# the error relative to the values. With a scale per row fewer values are lost, and with a scale per block fewest.
+# and values below half of the mark become zero. The table shows for each format the share of values that become zero,
+# and the error relative to the values. With a scale per row fewer values are lost, and with a scale per block fewest.
 # Integers are evenly spaced, so small values round to zero: int8 with a scale per row loses more of them than NVFP4,
 # which has half the bits.
 #
