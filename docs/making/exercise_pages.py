@@ -12,7 +12,8 @@ HEAD = """# Exercises
 
 Each is a file with blanks. Those marked *in the page* are judged here, in your browser, which also remembers what you
 have solved. The others are functions of shards, and a command judges them in three ways: by the types of their lines,
-which are found on an abstract mesh; by what ranks compute, beside one device; and by the bytes that they send.
+which are found on an abstract mesh; by what ranks compute, compared with one device; and by the bytes that they send.
+The command starts the ranks itself, on this machine's CPU.
 
 ```bash
 python -m scaling.exercise                        # the list

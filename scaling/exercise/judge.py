@@ -182,9 +182,10 @@ def described(error: BaseException, name: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{name}.py"]
     text, kind = str(error), type(error).__name__
     lines += [int(number) for number in re.findall(rf'"{name}\.py", line (\d+)', text)]
-    said = text.strip().splitlines()
-    last = text if kind == "ShardingError" else said[-1] if kind == "RankError" and said else f"{kind}: {text}"
-    return f"{f'line {lines[-1]}: ' if lines else ''}{last}"
+    if kind == "RankError":  # a rank's traceback, which ends with its error and what that says in further lines
+        *_, (kind, text) = [("", text), *re.findall(r"^(?:\w+\.)*(\w+): (.*(?:\n .*)*)", text, re.MULTILINE)]
+    said = text.strip() if kind in ("", "ShardingError") else f"{kind}: {text}"
+    return f"{f'line {lines[-1]}: ' if lines else ''}{said}"
 
 
 if __name__ == "__main__":

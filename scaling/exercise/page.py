@@ -73,6 +73,9 @@ def new(name: str) -> str:
     exercise = exercise_named(name)
     question = re.sub(r"^```.*\n?", "", exercise.text, flags=re.MULTILINE).strip()
     how = f"Check it: python -m scaling.exercise check {name}.py"
+    if exercise.kind == "write":
+        sizes = ", ".join(f"{dim}={size}" for dim, size in exercise.data["sizes"].items())
+        how += f"\nIt starts the devices of the mesh {exercise.data['mesh']} itself, and takes {sizes}."
     return f'"""Exercise {name}: {exercise.title}\n\n{question}\n\n{how}\n"""\n\n{exercise.blanks}'
 
 

@@ -11,7 +11,7 @@ from scaling.check import judge
 from scaling.exercise.judge import described
 from scaling.exercise.page import Exercise
 from scaling.mesh import AbstractMesh
-from scaling.spec import block_index, parse
+from scaling.spec import ShardingError, block_index, parse
 from scaling.spec.sizes import parse_mesh
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
@@ -36,12 +36,17 @@ def judge_shards(exercise: Exercise, fn: Callable, text: str) -> tuple[bool, str
             mesh = AbstractMesh(sizes)
             report = judge(fn, *data["args"].values(), mesh, mesh=mesh, returns=wanted)
         except Exception as error:
-            return False, described(error, exercise.name)
+            sizes_differ = (
+                "" if isinstance(error, ShardingError) else "\n  types are judged with other sizes of the dims"
+            )
+            return False, described(error, exercise.name) + sizes_differ
         results = _tuple(report.result)
         if report.result is not None and len(results) != len(returns):
             return False, f"it returns {len(results)} results where {len(returns)} are asked for: {', '.join(returns)}"
         if report.findings:
-            return False, f"{report.findings[0].message}"
+            said = report.findings[0].message
+            swapped = len(returns) > 1 and said.startswith("result ") and "the dims differ" in said
+            return False, said + f"\n  results are returned in this order: {', '.join(data['returns'])}" * swapped
     try:
         seen = launch.run(on_rank, sizes, exercise, text, timeout=20)
     except Exception as error:
@@ -123,34 +128,44 @@ def _wrong(got, whole, hints, spec, sizes, mesh) -> str:
     """Return the mistake in a rank's result, in words; `hints` is {hint: the result of a known slip}."""
     want = _part(whole, spec, sizes, mesh)
     if not isinstance(got, torch.Tensor):
-        return f"is {type(got).__name__} where an array is asked for"
+        return "is None: does the function return it?" if got is None else f"is {type(got).__name__}, and no array"
     if got.shape != want.shape:
         return f"has shape {tuple(got.shape)}, where {spec} is {tuple(want.shape)} here"
     if torch.isnan(got).any():
         return "has NaN in it"
     if torch.allclose(got, want, rtol=NEAR, atol=NEAR * float(want.abs().max())):
         return ""
-    for hint, value in hints.items():
-        if value is not None and torch.allclose(got, _part(value, spec, sizes, mesh)):
+    known = {hint: _part(value, spec, sizes, mesh) for hint, value in hints.items() if value is not None}
+    for hint, value in known.items():
+        if torch.allclose(got, value):
             return f"differs: {hint}"
     if not got.any():
         return "is zero"
-    ratio = float((got * want).sum() / (want * want).sum())
-    if torch.allclose(got, ratio * want, rtol=1e-6, atol=1e-6 * float(want.abs().max())):
+    if ratio := _multiple(got, want):
         return f"is {ratio:.4g} times what it should be"
     for rank in range(mesh.size()):
         if torch.allclose(got, _part(whole, spec, sizes, mesh, mesh.coord_of(rank))):
             return f"is the block that rank {rank} should have"
+    for hint, value in known.items():
+        if _multiple(got, value):
+            return f"differs: {hint}"
     off = float((got - want).abs().max() / want.abs().max())
     return f"differs by {off:.2g} of its largest element"
 
 
+def _multiple(got: torch.Tensor, of: torch.Tensor) -> float:
+    """Return r if `got` is r times an array, 0.0 if it is no multiple of it."""
+    ratio = float((got * of).sum() / (of * of).sum())
+    return ratio if torch.allclose(got, ratio * of, rtol=1e-6, atol=1e-6 * float(of.abs().max())) else 0.0
+
+
 def _hint(exercise: Exercise, name: str, wrong: list[str]) -> str:
-    """Return the mistake in a result and its ranks, in words, with the hint if the slip is known."""
-    first = next(word for word in wrong if word)
-    right = [str(rank) for rank, word in enumerate(wrong) if not word]
-    where = f" on rank {wrong.index(first)}; ranks {', '.join(right)} are right" if right else " on every rank"
+    """Return the mistake that most ranks make in a result, and the ranks, in words, with the hint of a known slip."""
+    word = max(filter(None, wrong), key=wrong.count)
+    right = [str(rank) for rank, other in enumerate(wrong) if not other]
+    where = f" on rank {wrong.index(word)}; ranks {', '.join(right)} are right" if right else " on every rank"
+    what, colon, hint = word.partition(": ")
     for slip in exercise.data.get("slips", ()):
-        if slip["name"] == name and slip["value"] in first:
-            return f"{name} {first}{where}: {slip['hint']}"
-    return f"{name} {first}{where}"
+        if slip["name"] == name and slip["value"] in word:
+            colon, hint = ": ", slip["hint"]
+    return f"{name} {what}{where}{colon}{hint}"
