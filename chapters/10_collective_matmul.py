@@ -43,9 +43,11 @@ B, D, F = 6, 4 * Y, 8 * Y
 
 # %% [markdown]
 # ## Equal to one device
-# The forms are in `scaling/strategies/collective_matmul.py`, a screen each. AllGather and ReduceScatter mirror each
-# other. In the first, shards travel and each rank multiplies them; in the second, sums travel and each rank adds its
-# product. So the vjp of one is the other, in the opposite direction, and needs no further line.
+# The forms are in `scaling/strategies/collective_matmul.py`, a screen each. One way, the AllGather form is the loop of
+# 10_shard_map.py: start to send the shard of A on, meanwhile multiply it by its rows of W, and wait for the next shard.
+# AllGather and ReduceScatter mirror each other. In the first, shards travel and each rank multiplies them; in the
+# second, sums travel and each rank adds its product. So the vjp of one is the other, in the opposite direction, and
+# needs no further line.
 
 # %%
 FORMS = {

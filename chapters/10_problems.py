@@ -20,7 +20,7 @@ from scaling import auto, explicit, tree
 from scaling.book.answers import Answer
 from scaling.book.arrays import drawn, operands
 from scaling.book.largest import largest
-from scaling.book.listing import difference
+from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.mesh import AbstractMesh
@@ -100,6 +100,9 @@ page.answers([
 # Out[s] = A[s] W[B[s]], and later the mean over k experts a token. The obvious W[B] would be an array [S, D, F], far
 # too large. A loop over the experts that masks tokens (`masked_loop`) multiplies every token with every expert, E/k
 # times the FLOPs that are needed. If tokens are sorted into groups by expert (`grouped`), each is multiplied k times.
+#
+#     masked_loop     for each e:  Out       += [e is chosen by s] A W[e] / k
+#     grouped         for each e:  Out[rows] += A[rows] W[e] / k,  with rows those of the tokens that chose e
 #
 # The book's hint is a buffer [E, S, D], in which each expert has a row for each token. Its second dim has size S
 # because all tokens may choose one expert, which is one of the cases below. In part 2, the planner gathers all of A for
@@ -193,16 +196,18 @@ page.equal([(name, off, EXACT) for name, (off, *_) in rows.items()])
 # experts' terms, which are then reduced and scattered. That is simple, and its bytes do not depend on the choices, but
 # every token goes everywhere. With ragged AllToAlls a token goes only where one of its experts is. A device takes the
 # other devices' tokens in chunks of 8 (`ragged`), so that it holds at most |Y| * 8 * k rows, however uneven the choices
-# are, or all of them in one (`at once`). The bytes are those that the first device sends. Compare "all to one" with
-# the others: the first device then sends all its tokens to the last one, which alone sends results back.
+# are, or all of them in one (`at once`). The lists show what each way sends. B has the choices, n[G, E] how many rows
+# each of G devices has for an expert, and R is that number. The bytes are those that the first device sends. Compare
+# "all to one" with the others: the first device then sends all its tokens to the last one, which alone sends results
+# back.
 
 # %%
 WAYS = {"gathered": {}, "ragged": {"chunk": 8}, "ragged, at once": {"chunk": S}}
 
 
-def on_mesh(mesh) -> dict:
-    """Return {(way, case): (the largest difference, bytes that this rank sent, ms)} of result and gradients."""
-    types, found = ["Out[S_Y, F]", "A[S_Y, D]", "W[E_Y, D, F]"], {}
+def on_mesh(mesh) -> tuple[dict, dict]:
+    """Return {(way, case): (largest difference of result and gradients, bytes sent, ms)} and their lines."""
+    types, found, listed = ["Out[S_Y, F]", "A[S_Y, D]", "W[E_Y, D, F]"], {}, {}
     a, w, d_out = (t.to(mesh.device) for t in tree.shard([A, W, dOut], [*types[1:], types[0]], mesh))
     for name, options in WAYS.items():
         way = partial(gathered if name == "gathered" else ragged, axis="Y", **options)
@@ -213,10 +218,13 @@ def on_mesh(mesh) -> dict:
             wanted = tree.shard(list(by_token(experts)), types, mesh)
             worst = difference([out, *pull(d_out)], wanted, mesh)  # scaling: ignore[reduced-twice]
             found[name, case] = worst, log.wire_bytes, ms(lambda mine=mine, way=way: way(a, w, mine, mesh))
-    return found
+            listed[name, case] = [line for line in lines(log) if line[1]]
+    return found, listed
 
 
-found = page.on_ranks(on_mesh)
+found, listed = page.on_ranks(on_mesh)
+for way in ("gathered", "ragged, at once"):
+    show_lines(page, f"What the first device sends: {way}, top 2", listed[way, "top 2"], flops=False)
 page.title(f"Question 2.3 and 2.4 on {n} devices: forward bytes sent by the first, and ms here")
 page.table([(name, case, f"{off:.1e}", page.check(f"2.3: {name}, {case}", off <= EXACT), sent, f"{t:.2f}")
             for (name, case), (off, sent, t) in found.items()],
