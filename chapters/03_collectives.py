@@ -41,7 +41,8 @@ RING = [(i, (i + 1) % n) for i in range(n)]
 # `stacked` takes the operands of all n ranks, stacked to [n, I, J], and returns all results. The derivative of the loss
 # with respect to an array is the array's cotangent, and torch derives it for this function. Look at the fourth column.
 # A cotangent is `{U_X}` where the array was replicated over X, and replicated where the array was `{U_X}`. So AllGather
-# and ReduceScatter are each other's transpose.
+# and ReduceScatter are each other's transpose. (The root is the one rank that a Broadcast or a Scatter sends from, and
+# that a Reduce or a Gather sends to.)
 
 
 # %%

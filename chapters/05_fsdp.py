@@ -216,7 +216,7 @@ page.end()
 #    In a notebook, which is not judged, the comparison of the layer says NO for dW_out. The training hardly differs,
 #    because AdamW divides each gradient by its own size.
 # 2. Question: how many chips may share a batch of 4M tokens? Evaluate `4e6 / cost.data_threshold(C, W)`.
-#    Answer: 4,706: each needs 850 tokens to hide the gathers.
+#    Answer: 4,705: each needs 850 tokens to hide the gathers.
 # 3. Flag: run with `--mesh X=2`. What does a rank store and send now?
 #    Answer: Half of each weight, and it sends half of it in each gather. ZeRO's rows with 4N/4 become 4N/2: memory
 #    falls with the number of ranks.
