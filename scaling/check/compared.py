@@ -79,9 +79,11 @@ def broken_rule(
         moved = size_along(dim) > 1 and name_along(dim) != name  # out of a dim of one element, which no view shows
         unseen = moved and set(was) != set(says) and set(was) ^ set(says) <= {*ones}
         if not unseen and not (set(says) & blocks and set(says) & (held.unreduced or set())):
-            a, b = (format_axes(axes) if axes else "no axis" for axes in (was, says))
+            a, b = format_axes(was), format_axes(says)
+            what = f"split over {a}, not over {b}" if was and says else f"split over {a}" if was else "whole"
+            typed = "" if was and says else f", and the type splits it over {b}" if says else ", and whole in the type"
             fix = "let the type say how the array is split, or all_gather, reduce_scatter or shard it first"
-            return "split", said(f"{name} is split over {a}, not over {b}", "split", fix)
+            return "split", said(f"{name} is {what}{typed}", "split", fix)
     return None
 
 
