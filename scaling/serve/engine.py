@@ -23,7 +23,7 @@ from torch import Tensor
 from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve.cache import share_of
-from scaling.serve.fixed import PagedModel
+from scaling.serve.fixed import PagedModel, uploaded
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
@@ -66,7 +66,7 @@ def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int,
     while rows := [i for i, w in enumerate(live) if len(proposed[w.id]) < w.proposals]:
         live = [live[i] for i in rows]
         places = [w.start + len(w.tokens) for w in live]
-        drawn = sample(logits[rows], [w.request.draw for w in live], places)
+        drawn = sample(logits[rows], [w.request.draw for w in live], places).read()
         for w, token in zip(live, drawn, strict=True):
             proposed[w.id].append(token)
         live = [w._replace(start=at, tokens=(id,)) for w, at, id in zip(live, places, drawn, strict=True)]
@@ -119,7 +119,7 @@ def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor
     else:
         logits = logits if len(at) == len(works) else logits[[b for b, _, _ in at]]
     places = [w.start + len(w.tokens) + n for _, w, n in at]
-    drawn, given, first = sample(logits, [w.request.draw for _, w, _ in at], places), {}, 0
+    drawn, given, first = sample(logits, [w.request.draw for _, w, _ in at], places).read(), {}, 0
     for work in (w for w in works if w.sample):
         tokens = as_proposed(proposed.get(work.id, ()), drawn[first : first + 1 + work.proposals])
         given[work.id] = Given(tuple(tokens), logits[first : first + len(tokens)])
@@ -198,12 +198,15 @@ class Engine:
         if draft not in (None, "ngram"):
             self.models.append(_small(draft, config, own))
             self.draft = partial(by_model, self.models[-1])
+        # A GPU need not wait until a step's tokens are read; but a linear layer's state takes no dropped token back.
+        self.ahead = self.model.device.type == "cuda" and not draft and not config.linear
+        self.started: dict[str, tuple] = {}  # each worker's next step, and the logits after it
 
     def __call__(self, action: Run | Move) -> tuple[float, Done | Moved]:
         """Carry out one action, and return its seconds, the same on all ranks, and the event of its end."""
         start = self.clock()
         _, (event,) = self.carry_out([action])
-        if self.model.device.type == "cuda":
+        if self.model.device.type == "cuda" and not self.started:
             torch.cuda.synchronize(self.model.device)
         return self._agreed(self.clock() - start), event
 
@@ -235,10 +238,29 @@ class Engine:
     def _given(self, action: Run) -> dict[int, Given]:
         """Return the tokens that each request gets in this step, by its id, in the order of the works."""
         given: dict[int, Given] = {}
+        started = self.started.pop(action.worker, ([], None))
         for one in (True, False):  # works of one token run separately, so none is padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
-                given |= advance(self.model, self.draft, action.worker, works)
+                ahead = one and self.ahead and all(w.sample and not w.request.scored for w in works)
+                own = action.worker, works
+                given |= self._decoded(*own, *started) if ahead else advance(self.model, self.draft, *own)
         return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.id in given}
+
+    def _decoded(self, worker: str, works: list[Work], before: list[Work], logits: Any) -> dict[int, Given]:
+        """Return a token of each work, after starting the next step; `before`, logits: the step that was started.
+
+        So a device computes while the host reads. A row that ends with this token has one more in the next step, which
+        is dropped: it is written to the row's own pages, before whatever the device computes later.
+        """
+        rows = {(id(w.request), w.start): row for row, w in enumerate(before)}
+        found = [rows.get((id(w.request), w.start)) for w in works]
+        logits = self.model.logits(worker, works) if None in found else logits[uploaded(found, self.model.device)]
+        drawn = sample(logits, [w.request.draw for w in works], [w.start + 1 for w in works])
+        if all(not w.request.stops and w.start + 1 < len(w.pages) * self.model.page for w in works):
+            after = [w._replace(start=w.start + 1, tokens=(0,)) for w in works]
+            self.started[worker] = after, self.model.logits(worker, after, ids=drawn.ids)
+        each = zip(works, drawn.read(), logits.split(1), strict=True)
+        return {w.id: Given((token,), own) for w, token, own in each}
 
     def _counted(self, request: Request, given: Given) -> Given:
         """Return a request's tokens up to the one that ends it."""

@@ -137,11 +137,12 @@ class Steps:
         starts: Sequence[int],
         pages: Sequence[Sequence[int]] = (),
         every: bool = False,
+        ids: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return logits[B, V] after each row's last token; with `every`, logits[B, T, V] after all tokens.
 
         Row b's ids follow the first starts[b] tokens that the cache has of it, in pages[b] if it is in pages. A row may
-        have no ids; its logits then mean nothing.
+        have no ids; its logits then mean nothing. `ids`: (which rows, the first id of each), if they are on the device.
 
         Raises:
             ValueError: A row has no room in the cache.
@@ -164,7 +165,9 @@ class Steps:
             [*row, *[0] * (T - len(row)), len(row), starts[b], *held[:M], *[0] * (M - len(held))]
             for b, (row, held) in enumerate(zip(rows, pages or [()] * len(rows), strict=True))
         ]
-        asked, extent = torch.tensor(asked, device=self.device), Extent.of(starts, counts, T)
+        asked, extent = uploaded(asked, self.device), Extent.of(starts, counts, T)
+        if ids is not None:
+            asked[:, 0].index_copy_(0, *ids)
         if not fixed:
             return self._compute(self.params, self.cache, asked, T, extent, every)
         most = M * self.page if self.page else min(self.room, max(LEAST, 1 << (longest - 1).bit_length()))
@@ -203,6 +206,11 @@ class Steps:
         return run if self.why else Captured(run, asked, self.pool)
 
 
+def uploaded(numbers: Sequence, device: torch.device) -> Tensor:
+    """Return whole numbers as a tensor on the device, which the host does not wait for."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
+
+
 NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
 
 
@@ -230,10 +238,10 @@ class PagedModel:
             self.pools[worker] = Steps(params, config, cache, mesh, form, **steps)
             params = self.pools[worker].params  # both workers' steps share what is laid out anew
 
-    def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
+    def logits(self, worker: str, works: Sequence[Work], every: bool = False, ids: Tensor | None = None) -> Tensor:
         """Write the works' tokens to the cache; return Logits[B, V] after each work's last token, B works.
 
-        With `every`, return Logits[B, T, V] after all tokens.
+        With `every`, return Logits[B, T, V] after all tokens. `ids`[B] on the device replace the works' first tokens.
         """
         pool = self.pools[worker]
         height = max(sum(work.group == group for work in works) for group in range(self.groups))
@@ -245,8 +253,10 @@ class PagedModel:
             rows[places[-1]] = work
             free[work.group] += self.paged
         pages = [w.pages for w in rows] if self.paged else ()
-        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every)
-        return logits[: len(works)] if places == [*range(len(works))] else logits[places]
+        at = uploaded(places, self.device)
+        given = None if ids is None else (at, ids)
+        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given)
+        return logits[: len(works)] if places == [*range(len(works))] else logits[at]
 
     def move(self, move: Move) -> None:
         """Copy a prompt's pages from the pool of the worker that prefills to the decoder's, on its group's ranks."""

@@ -104,7 +104,7 @@ def generate(
     decode = Steps(params, config, cache, mesh, form, compile=compile, capture=capture)
     pages, starts, live = cache["pages"].tolist() if page else (), held.tolist(), {*range(len(rows))}
     for step in range(max_new_tokens):
-        drawn = sample(logits[: len(rows)], draws, [len(row) + step for row in rows])
+        drawn = sample(logits[: len(rows)], draws, [len(row) + step for row in rows]).read()
         for row in live:
             new[row].append(drawn[row])
         live = {row for row in live if drawn[row] not in stops}

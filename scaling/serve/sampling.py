@@ -7,6 +7,7 @@ may draw others, because a batch of another shape rounds the logits differently.
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -108,11 +109,27 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     return torch.from_numpy((bits >> numpy.uint64(11)).astype(numpy.float64) * 2.0**-53)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
-    """Return a token for each row of logits[B, V], drawn in its own way; positions[B] are the tokens' positions.
+class Drawn(NamedTuple):
+    """The ids[B] of tokens on a device, and on their way to the host, with whether all rows of logits were finite."""
+
+    ids: Tensor
+    host: Tensor
+    arrived: Any  # the CUDA event after which they are there
+
+    def read(self) -> list[int]:
+        """Wait for the tokens and return them. ValueError if a row of logits has no finite maximum."""
+        if self.arrived:
+            self.arrived.synchronize()
+        *tokens, finite = self.host.tolist()
+        _check_finite(bool(finite))
+        return tokens
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> Drawn:
+    """Draw a token for each row of logits[B, V] in its own way; positions[B] are the tokens' positions.
 
     The rows' options and random numbers go to the device in one transfer, and the tokens come back in one. The host
-    waits for nothing else.
+    waits for nothing before it reads them.
     """
     if len(draws) != len(logits):
         raise ValueError(f"{len(draws)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
@@ -123,9 +140,9 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
         seeds = [(draw.seed, n) for draw, n, one in zip(draws, positions, greedy, strict=True) if not one]
         found = iter(uniforms(*zip(*seeds, strict=True)).tolist())
         u = [0.0 if one else next(found) for one in greedy]
-        numbers = torch.tensor([*zip(*rows, strict=True), u, greedy], dtype=torch.float64).to(logits.device)
+        numbers = torch.tensor([*zip(*rows, strict=True), u, greedy], dtype=torch.float64)
+        numbers = numbers.to(logits.device, non_blocking=True)
         drawn = _drawn_by(_filtered(logits, top, numbers[:4, :, None], used), numbers[4])
         ids = torch.where(numbers[5] > 0, ids, drawn)
-    *tokens, finite = torch.cat([ids, top.isfinite().all()[None].to(ids.dtype)]).tolist()
-    _check_finite(bool(finite))
-    return tokens
+    host = torch.cat([ids, top.isfinite().all()[None].to(ids.dtype)]).to("cpu", non_blocking=True)
+    return Drawn(ids, host, torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None)

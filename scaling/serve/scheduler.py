@@ -148,7 +148,7 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         live, pool = state.live[work.id], state.pools[event.worker][work.group]
         given = _given(work, live, event.tokens)
         kept = max(0, len(given) - 1)  # accepted proposals, which are in the cache; the last given token is not
-        computed, pages = work.start + len(work.tokens) + kept, pool.count(len(live.tokens) + kept)
+        computed, pages = work.start + len(work.tokens) + kept, pool.count(len(live.tokens) + kept + 1)
         pool.release(work.pages[pages:], state.tick)
         out = live.out + given
         tokens = (live.request.prompt + out)[:computed]
@@ -255,11 +255,14 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
 def _work(state: State, id: int, count: int) -> Work:
     """Return a Work of the request's next `count` tokens, with as many proposals as there are pages for.
 
-    No request is preempted to make room for proposals.
+    Without proposals it gets the page of the token that follows them, so that an engine may go on before it has read
+    that token. No request is preempted to make room for proposals or for that page.
     """
     wanted = state.live[id].proposals(state.options.proposals)
     while wanted and not _has_pages(state, id, count + wanted):
         wanted -= 1
+    if not wanted and len(state.live[id].out) + 1 < state.live[id].request.max_new_tokens:
+        _has_pages(state, id, count + 1)
     live = state.live[id]
     tokens, end = live.tokens, live.computed + count
     before, new = tokens[: live.computed] if wanted else (), tokens[live.computed : end]

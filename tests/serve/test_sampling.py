@@ -39,14 +39,14 @@ def test_rows_that_are_drawn_in_different_ways_are_drawn_as_each_alone():
     logits[0, 3] = logits[0].max() + 1
     for n in range(30):
         draws = [Draw(how, 100 + i) for i, how in enumerate(hows)]
-        together = sample(logits, draws, [n] * len(hows))
-        assert together == [sample(logits[i : i + 1], [draw], [n])[0] for i, draw in enumerate(draws)]
+        together = sample(logits, draws, [n] * len(hows)).read()
+        assert together == [sample(logits[i : i + 1], [draw], [n]).read()[0] for i, draw in enumerate(draws)]
         for row, id, draw in zip(logits, together, draws, strict=True):
             assert id == draw_token(
                 probabilities(row, draw.how), uniforms([draw.seed], [n])[0] * bool(draw.how.temperature)
             )
     with pytest.raises(ValueError, match="finite"):
-        sample(torch.cat([logits[:2], logits[:1] * math.nan]), draws[:3], [0] * 3)
+        sample(torch.cat([logits[:2], logits[:1] * math.nan]), draws[:3], [0] * 3).read()
 
 
 def test_a_token_is_drawn_by_its_probability_and_a_uniform_number():

@@ -16,8 +16,9 @@ from test_decode import CONFIGS, PLAIN
 from scaling import serve, tree
 from scaling.models import transformer
 from scaling.serve import engine
+from scaling.serve.fixed import PagedModel
 from scaling.serve.requests import Draw, Request, Sampling
-from scaling.serve.sampling import probabilities, uniforms
+from scaling.serve.sampling import Drawn, probabilities, uniforms
 from scaling.serve.simulate import drive, simulate
 from scaling.serve.states import Options, Run
 
@@ -75,7 +76,7 @@ def wanted(request: Request, name: str = "dense") -> tuple[int, ...]:
     return tuple(tokens[len(request.prompt) :])
 
 
-def traced(mesh, trace, name="dense", form="heads", draft=None):
+def traced(mesh, trace, name="dense", form="heads", draft=None, ahead=False):
     """A trace (options, arrivals, what is cancelled) through the engine, its clock drawn: audited, and the simulator's
     steps as the engine's. (What was served, how often what happened.)"""
     options, arrivals, cancel = trace
@@ -83,6 +84,8 @@ def traced(mesh, trace, name="dense", form="heads", draft=None):
     clock = itertools.accumulate(chance.choice([0.0, 1.0, 1.0, 2.5]) for _ in itertools.count()).__next__
     given = {"mesh": mesh, "form": form, "draft": drafted(draft, mesh, form), "clock": clock}
     run, right, taken = engine.Engine(sharded(name, mesh, form), MODELS[name], options, **given), set(), []
+
+    run.ahead = ahead
 
     def execute(action):
         seconds, event = run(action)
@@ -103,19 +106,38 @@ RICH = 1, 14  # seeds of traces in which everything happens
 
 
 @pytest.mark.parametrize("seeds", [RICH, pytest.param(range(300), marks=pytest.mark.sweep)], ids=["rich", "all"])
-@pytest.mark.parametrize("draft", [None, "ngram", "small", "near"])
+@pytest.mark.parametrize("draft", [None, "ahead", "ngram", "small", "near"])
 def test_random_traces(draft, seeds):
-    """Preempted, prefixed, moved and speculated: what a draft proposes changes no token."""
+    """Preempted, prefixed, moved and speculated: what a draft proposes changes no token, nor do steps that are started
+    ahead, of which each row's that has ended is dropped."""
     total: Counter = Counter()
     for seed in seeds:
-        options, arrivals, cancel = test_engine.trace(seed, drafted=draft is not None)
+        options, arrivals, cancel = test_engine.trace(seed, drafted=draft not in (None, "ahead"))
         arrivals = [(at, r._replace(draw=Draw(HOW, 100 + r.id)) if r.id % 2 else r) for at, r in arrivals]
-        served, happened = traced(None, (options, arrivals, cancel), draft=draft)
+        way = {"ahead": True} if draft == "ahead" else {"draft": draft}
+        served, happened = traced(None, (options, arrivals, cancel), **way)
         test_engine.check(served, arrivals, cancel, options, wanted)
         total += happened
     happens = ["Preempt", "Move", "hits", "full hits", "evictions", "chunks", "cancelled"]
     for what in [*happens, *["proposals kept"] * (draft == "near")]:
         assert total[what], (what, total)
+
+
+def test_a_step_is_started_before_the_tokens_of_the_one_before_are_read(monkeypatch):
+    """A row that ends, by length or with a stop id, has one token too many where its pages have room for it."""
+    calls = []
+    for kind, name in ((PagedModel, "logits"), (Drawn, "read")):
+        own = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *a, name=name, own=own, **b: calls.append(name) or own(*a, **b))
+    request, both = Request(0, tuple(PROMPTS[0]), 7, draw=Draw(HOW, 3)), ["logits", "read"]
+    for stop in (frozenset(), frozenset({wanted(request)[4]})):
+        request, options = request._replace(stop=stop), Options(4, page=5)
+        run = engine.Engine(params_of("dense"), DENSE, options)
+        run.ahead = True
+        served = drive([(0.0, request)], options, run)
+        assert served.requests[0].tokens == wanted(request)
+        assert calls == [*both, "logits", *both * (len(wanted(request)) - 1)]
+        calls.clear()
 
 
 def generated(mesh=None, form="heads", draft=None, **options) -> list[list[int]]:
@@ -162,7 +184,7 @@ def test_on_a_mesh(ranks, sizes, name, form, policy, draft):
     draws = [Draw(HOW if i % 2 else Sampling(), i) for i in range(6)]
     arrivals = [(0.1 * (i // 3), Request(i, prompts[i], 1 + 5 * i % 8, draw=draws[i])) for i in range(6)]
     options = Options(8, page=2, slots=6, budget=7, policy=policy, proposals=2 * (draft is not None), groups=2)
-    found = ranks(traced, sizes, (options, arrivals, []), name, form, draft)
+    found = ranks(traced, sizes, (options, arrivals, []), name, form, draft, draft is None)
     assert all(other == found[0] for other in found)
     served, happened = found[0]
     assert {r.id: served.requests[r.id].tokens for _, r in arrivals} == {r.id: wanted(r, name) for _, r in arrivals}
