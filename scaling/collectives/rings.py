@@ -14,6 +14,7 @@ So an AllToAll takes 1/2 of the time of an AllGather on a ring of one way, and 1
 """
 
 from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,32 +56,94 @@ def directions(n: int, ways: int) -> list[tuple[int, int]]:
     return [(1, n - 1)] if ways == 1 else [(1, n // 2), (-1, (n - 1) // 2)]
 
 
+class RingPlaces:
+    """The devices along an axis, seen from one.
+
+    Attributes:
+        n: The number of devices.
+        me: This device's index.
+        hops: {step: hops} for each direction; step +1 goes to the right, -1 to the left.
+        longest: The larger number of hops.
+    """
+
+    def __init__(self, mesh, axis: str, ways: int, log: "LinkBytes | None" = None):
+        self.mesh, self.axis, self.log = mesh, axis, log
+        self.n, self.me = mesh.size((axis,)), mesh.coord[axis]
+        self.hops = dict(directions(self.n, ways))
+        self.longest = max(self.hops.values())
+
+    def start(self, x: torch.Tensor, step: int) -> Any:
+        """Start sending x to the neighbour, and return the pending array of the other neighbour."""
+        return one_hop(x, self.mesh, self.axis, step, self.log, async_op=True)
+
+    def count(self, times: int = 1) -> None:
+        """Add the hops of an algorithm, `times` once round the ring, to the log, if there is one."""
+        if self.log is not None:
+            self.log.hops += times * self.longest
+
+
+def passing(x: torch.Tensor, ring: RingPlaces) -> Iterator[dict[int, torch.Tensor]]:
+    """Yield the devices' shards as they go round the ring, {device: its shard}, while they are sent on."""
+    here = dict.fromkeys(ring.hops, x)
+    for hop in range(ring.longest + 1):
+        going = {step: ring.start(a, step) for step, a in here.items() if hop < ring.hops[step]}
+        yield {(ring.me - step * hop) % ring.n: a for step, a in here.items()}
+        here = {step: pending.wait() for step, pending in going.items()}
+
+
+def summing(term: Callable[[int], torch.Tensor], ring: RingPlaces) -> Generator[None, None, torch.Tensor]:
+    """Return the sum over the devices of their `term` for this one, by its index; yield while each hop is in flight."""
+    total = []
+    here = {step: term((ring.me + step * hops) % ring.n) for step, hops in ring.hops.items() if hops}
+    for hop in range(1, ring.longest + 1):
+        going = {step: ring.start(sums, step) for step, sums in here.items()}
+        yield
+        left = {step: hops - hop for step, hops in ring.hops.items() if hop < hops}
+        terms = {step: term((ring.me + step * hops) % ring.n) for step, hops in left.items()}
+        if hop == ring.longest:
+            total.append(term(ring.me))
+        arrived = {step: pending.wait() for step, pending in going.items()}
+        total += [sums for step, sums in arrived.items() if step not in terms]
+        here = {step: arrived[step] + own for step, own in terms.items()}
+    return sum(total[1:], total[0]) if total else term(ring.me)
+
+
+def gathering(x: torch.Tensor, ring: RingPlaces, dim: int = 0) -> Generator[None, None, torch.Tensor]:
+    """Return the devices' shards, joined in a dim; yield while each hop is in flight."""
+    blocks = {}
+    for shards in passing(x, ring):
+        blocks |= shards
+        yield
+    return torch.cat([blocks[i] for i in range(ring.n)], dim)
+
+
+def together(*steps: Generator[None, None, Any]) -> list[Any]:
+    """Run generators whose hops go at the same time, and return their results."""
+    results: dict[int, Any] = {}
+    going = dict(enumerate(steps))
+    while going:
+        for i, each in [*going.items()]:
+            try:
+                next(each)
+            except StopIteration as end:
+                results[i] = end.value
+                del going[i]
+    return [results[i] for i in range(len(steps))]
+
+
 def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
     """A[I_X, ...] -> A[I, ...]: each device passes on the last shard it received, until all have been everywhere."""
-    n, me = mesh.size((axis,)), mesh.coord[axis]
-    blocks = {me: x}
-    for step, hops in directions(n, ways):
-        passing = x
-        for hop in range(1, hops + 1):
-            passing = one_hop(passing, mesh, axis, step, log)
-            blocks[(me - step * hop) % n] = passing
-    count_hops(log, max(hops for _, hops in directions(n, ways)))
-    return torch.cat([blocks[i] for i in range(n)])
+    ring = RingPlaces(mesh, axis, ways, log)
+    ring.count()
+    return together(gathering(x, ring))[0]
 
 
 def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
     """A[I, ...] {U_X} -> A[I_X, ...]: sums travel to the device that owns them, and every device adds its own term."""
-    n, me = mesh.size((axis,)), mesh.coord[axis]
-    blocks = _chunks(x, n, axis)
-    total = blocks[me]
-    for step, hops in directions(n, ways):
-        if hops:
-            passing = blocks[(me + step * hops) % n]
-            for hop in range(hops - 1, 0, -1):
-                passing = one_hop(passing, mesh, axis, step, log) + blocks[(me + step * hop) % n]
-            total = total + one_hop(passing, mesh, axis, step, log)
-    count_hops(log, max(hops for _, hops in directions(n, ways)))
-    return total
+    ring = RingPlaces(mesh, axis, ways, log)
+    blocks = _chunks(x, ring.n, axis)
+    ring.count()
+    return together(summing(blocks.__getitem__, ring))[0]
 
 
 def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
@@ -88,7 +151,8 @@ def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes 
 
     With two ways and n even, the chunk for the opposite device goes half to the right and half to the left.
     """
-    n, me = mesh.size((axis,)), mesh.coord[axis]
+    ring = RingPlaces(mesh, axis, ways, log)
+    n, me = ring.n, ring.me
     if x.shape[0] != n:
         raise ShardingError(
             f"AllToAll over {axis}={n}: dim 0 holds a chunk for each device, but the shape is {tuple(x.shape)}\n"
@@ -97,7 +161,7 @@ def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes 
     chunks, shape = x.flatten(1) if x.dim() > 1 else x[:, None], x.shape[1:]
     half = chunks.shape[1] // 2
     received = {me: [chunks[me]]}
-    for step, hops in directions(n, ways):
+    for step, hops in ring.hops.items():
         middle = ways == 2 and n % 2 == 0
         part = slice(None, half) if step == 1 else slice(half, None)
         hops = n // 2 if middle else hops
@@ -107,7 +171,7 @@ def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes 
         for hop in range(1, hops + 1):
             travelling = [one_hop(chunk, mesh, axis, step, log) for chunk in travelling]
             received.setdefault((me - step * hop) % n, []).append(travelling.pop(0))
-    count_hops(log, max(hops for _, hops in directions(n, ways)))
+    ring.count()
     return torch.stack([torch.cat(received[i]) for i in range(n)]).unflatten(1, shape or (1,)).view(x.shape)
 
 
@@ -118,12 +182,6 @@ def _chunks(x: torch.Tensor, n: int, axis: str) -> list[torch.Tensor]:
             f"  fix: make dim 0 a multiple of {n}"
         )
     return list(x.chunk(n))
-
-
-def count_hops(log: "LinkBytes | None", hops: int) -> None:
-    """Add the hops of one ring algorithm to the log, if there is one."""
-    if log is not None:
-        log.hops += hops
 
 
 def ring_counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
