@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling.collectives import all_gather, einsum, reduce_scatter, wait
+from scaling.collectives import all_gather, reduce_scatter, wait
 from scaling.configs import Config
 from scaling.models.layer import Context, Values, weight_gradient
 from scaling.models.pointwise import gained_norm_vjp
@@ -121,11 +121,11 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     dW: dict[str, Any] = {}
     s = attend_latents(W, s, at)
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
-    dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
+    dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dKV, dK_R = s["pull"](dO)  # dK_R[B_PXE, T_C, rope] {U_Y}: of this rank's heads
-    dC_Q = einsum("dQ[B_PXE, T_C, N_Y, A] * W_UQ[R, N_Y, A] -> dC_Q[B_PXE, T_C, R] {U_Y}", dQ, W["W_UQ"])
+    dC_Q = at.einsum("dQ[B_PXE, T_C, N_Y, A] * W_UQ[R, N_Y, A] -> dC_Q[B_PXE, T_C, R] {U_Y}", dQ, W["W_UQ"])
     dC_Q = reduce_scatter("dC_Q[B_PXE, T_C, R] {U_Y} -> dC_Q[B_PXE, T_CY, R]", dC_Q, mesh, async_op=True)
-    dC_KV = einsum("dKV[B_PXE, T_C, N_Y, W] * W_UKV[C, N_Y, W] -> dC_KV[B_PXE, T_C, C] {U_Y}", dKV, W["W_UKV"])
+    dC_KV = at.einsum("dKV[B_PXE, T_C, N_Y, W] * W_UKV[C, N_Y, W] -> dC_KV[B_PXE, T_C, C] {U_Y}", dKV, W["W_UKV"])
     dC_KV = torch.cat([dC_KV, dK_R], -1)
     dC_KV = reduce_scatter("dC_KV[B_PXE, T_C, M] {U_Y} -> dC_KV[B_PXE, T_CY, M]", dC_KV, mesh, async_op=True)
     line = "O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}"
@@ -142,11 +142,11 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     dA_KV = torch.cat([dA_KV, dK_R], -1)
     dy = dA_Q
     if "W_DQ" in W:
-        dy = einsum("dA_Q[B_PXE, T_CY, R] * W_DQ[D, R] -> dy[B_PXE, T_CY, D]", dA_Q, W["W_DQ"])
+        dy = at.einsum("dA_Q[B_PXE, T_CY, R] * W_DQ[D, R] -> dy[B_PXE, T_CY, D]", dA_Q, W["W_DQ"])
         line = "y[B_PXE, T_CY, D] * dA_Q[B_PXE, T_CY, R] -> dW_DQ[D, R] {U_PXECY}"
         dW |= weight_gradient(W, "W_DQ", line, s["y"], dA_Q, at)
     line = "dA_KV[B_PXE, T_CY, M] * W_DKV[D, M] -> dy[B_PXE, T_CY, D]"
-    dy = einsum(line, dA_KV, W["W_DKV"], out=dy, add=True)
+    dy = at.einsum(line, dA_KV, W["W_DKV"], out=dy, add=True)
     line = "y[B_PXE, T_CY, D] * dA_KV[B_PXE, T_CY, M] -> dW_DKV[D, M] {U_PXECY}"
     dW |= weight_gradient(W, "W_DKV", line, s["y"], dA_KV, at)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], dy)

@@ -4,11 +4,13 @@
     W = all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", W, mesh)          both parts
     Tmp = einsum("In[B_X, D] {Q_D} * W[D, F] {Q_D} -> Tmp[B_X, F]", In, W)
 
-`rounding` has the numbers that each dtype can hold, `arrays` the lines, and `recipes` the scaled products of a training
-step. The laws are in notation.md and `scaling.algebra.rules`; the formats are data in `scaling.spec.formats`.
+`rounding` has the numbers that each dtype can hold, `arrays` the lines, `recipes` the scaled products of a training
+step, and `taped` those of experts. The laws are in notation.md and `scaling.algebra.rules`; the formats are data in
+`scaling.spec.formats`.
 """
 
 from scaling.scaled.arrays import Scaled, dequantize, quantize
-from scaling.scaled.recipes import RECIPES, gather_matrix, products_of
+from scaling.scaled.recipes import RECIPES, UNSCALED, gather_matrix, products_of
+from scaling.scaled.taped import vjp_of_scaled
 
-__all__ = ["RECIPES", "Scaled", "dequantize", "gather_matrix", "products_of", "quantize"]
+__all__ = ["RECIPES", "UNSCALED", "Scaled", "dequantize", "gather_matrix", "products_of", "quantize", "vjp_of_scaled"]

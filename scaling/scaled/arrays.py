@@ -52,6 +52,13 @@ class Scaled:
         return (self.q, self.s) if self.t is None else (self.q, self.s, self.t)
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the array that was quantized."""
+        sizes = [*self.q.shape]
+        sizes[self.shared[-1]] *= self.format.per_byte
+        return torch.Size(sizes)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all parts."""
         return sum(part.nbytes for part in self.parts)

@@ -3,7 +3,7 @@
 Stored params and the optimizer's master copies keep the run's dtype. In each pass a layer's matrices are quantized
 along the dims that the pass sums over, and then gathered. So a matrix has two forms, and neither can be computed from
 the other. Activations and cotangents are quantized before each product. Embedding, unembedding, norms, biases and
-attention itself stay in the run's dtype, and so does every sum that is reduced.
+attention itself stay in the run's dtype, and so does every sum that is reduced. `taped` has the products of experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, einsum
 from scaling.scaled.arrays import Scaled, quantize
-from scaling.spec import Line, Spec, parse_line, present, refuse
+from scaling.spec import Line, Spec, format_of, parse_line, present, refuse
 
 
 class Recipe(NamedTuple):
@@ -43,16 +43,22 @@ RECIPES = {
 }
 
 
+UNSCALED = ("router", "W_DKV")  # the choice of experts is a comparison, and no block of 128 divides M = C + rope
+
+
 class MatrixProduct(NamedTuple):
     """A product of two matrices that are reshaped arrays.
 
     Attributes:
         line: Its line.
         counts: For each operand and each dim of its matrix, the number of adjacent dims that are merged into it.
+        whole: For each operand the slice of its dims along which blocks lie: those that are summed over, from the last
+            one that an axis splits. A block that reached beyond them would be of other values than on one device.
     """
 
     line: Line
     counts: tuple[tuple[int, ...], ...]
+    whole: tuple[slice, ...]
 
 
 def matrix_of(spec: Spec, groups: Sequence[Sequence[str]], summed: Sequence[str] = ()) -> tuple[Spec, tuple[int, ...]]:
@@ -83,8 +89,13 @@ def matrices_of_line(text: str, sizes: tuple) -> MatrixProduct:
     (a, b), result = (present(spec, mesh) for spec in line.operands), present(line.result, mesh)
     summed = [dim for dim in a.dim_names if dim not in result.dim_names]
     groups = [summed, *([dim for dim in own.dim_names if dim not in summed] for own in (a, b))]
+    whole = []
+    for own in (a, b):
+        places = [i for i, dim in enumerate(own.dim_names) if dim in summed]
+        split = [i for i in places if own.dims[i][1]]
+        whole.append(slice(max(split, default=places[0]), places[-1] + 1))
     (a, of_a), (b, of_b) = (matrix_of(own, groups, summed) for own in (a, b))
-    return MatrixProduct(Line((a, b), matrix_of(result, groups)[0]), (of_a, of_b))
+    return MatrixProduct(Line((a, b), matrix_of(result, groups)[0]), (of_a, of_b), tuple(whole))
 
 
 def scaled_product(
@@ -97,20 +108,27 @@ def scaled_product(
     """
     typed = parse_line(line)
     of_weight = isinstance(b, Scaled)
-    if not of_weight and not recipe.gradients:
+    unscaled = {typed.operands[1].name, typed.result.name[1:]} & {*UNSCALED}  # of the product, or of its gradient
+    if unscaled or not (of_weight or recipe.gradients):
         return einsum(line, a, b) if out is None else einsum(line, a, b, out=out, add=add)
     product, held, known = matrices_of_line(line, tuple(mesh.sizes.items())), [], {}
-    for x, spec, own, counts in zip((a, b), product.line.operands, typed.operands, product.counts, strict=True):
+    of_each = zip((a, b), product.line.operands, typed.operands, product.counts, product.whole, strict=True)
+    for x, spec, own, counts, whole in of_each:
         if not isinstance(x, Scaled):
             known |= dict(zip(own.dim_names, x.shape, strict=True))
             format = recipe.forward if of_weight else recipe.gradients
             format = recipe.cotangents if own.name[:1] == "d" and own.name[1:2].isupper() else format
             plain = Spec(spec.name, spec.dims)
+            if (size := prod(x.shape[whole])) % (block := format_of(format).block or 1):
+                dims = " ".join(own.dim_names[whole])
+                what = f"{size} of {dims} on each rank, in blocks of {block} ({format})"
+                fix = f"split {dims} over fewer ranks, or choose another recipe"
+                refuse(f"quantize: {plain} -> {spec}", what, "a shard cuts no block", fix)
             x = quantize(f"{plain} -> {spec}", as_matrix(x, counts), mesh, format)
         held.append(x)
     result = einsum(str(product.line), *held)
-    local = {dim: Spec("", ((dim, axes),)) for dim, axes in present(typed.result, mesh).dims if dim not in known}
-    known |= {dim: spec.local_shape(sizes, mesh)[0] for dim, spec in local.items()}
+    outputs = [dim for dim in typed.result.dim_names if dim not in known]
+    known |= {dim: -1 if dim == outputs[0] else sizes[dim] for dim in outputs}  # heads are split, not their dims
     result = result.reshape([known[dim] for dim in typed.result.dim_names])
     return result if out is None else out.add_(result) if add else out.copy_(result)
 
@@ -133,8 +151,9 @@ def gather_matrix(precision: str, x: Tensor, stored: Spec, used: Spec, inputs: s
         back: Whether it is gathered for the backward pass.
     """
     stored, used = present(stored, mesh), present(used, mesh)
-    groups = [[dim for dim in stored.dim_names if (dim in inputs) is which] for which in (True, False)]
-    (before, counts), (after, _) = (matrix_of(spec, groups, groups[back]) for spec in (stored, used))
+    dims = [dim for dim in stored.dim_names if dim != "E"]  # each expert has a matrix
+    groups = [[dim for dim in dims if (dim in inputs) is which] for which in (True, False)]
+    (before, counts), (after, _) = (matrix_of(spec, [["E"], *groups], groups[back]) for spec in (stored, used))
     recipe = RECIPES[precision]
     line = f"{Spec(before.name, before.dims)} -> {before}"
     W = quantize(line, as_matrix(x, counts), mesh, recipe.weights if back else recipe.forward)

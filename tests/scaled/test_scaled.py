@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch
 from scaling import trace
 from scaling.collectives import all_gather, all_to_all, einsum, ppermute, reduce_scatter, shard, unshard
 from scaling.mesh import AbstractMesh
-from scaling.scaled import dequantize, quantize
+from scaling.models.pointwise import vjp
+from scaling.scaled import RECIPES, dequantize, quantize, vjp_of_scaled
 from scaling.scaled.arrays import by_kernel, has_kernel
 from scaling.spec import FORMATS, parse, parse_line
 
@@ -133,6 +135,42 @@ def test_a_product_is_that_of_the_dequantized_in_float64(name, line, summed):
         exact, most = einsum(bare, *wides), einsum(bare, *(x.abs() for x in wides))
         error = (einsum(line, *xs).double() - exact).abs()
         assert (error <= most * (2.0**-24 * math.sqrt(SIZES[summed]) * 8)).all()
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_grouped_products_are_those_of_the_dequantized_in_float64(precision):
+    """Each expert multiplies its own rows, perhaps none; its gradient sums over them in the run's dtype."""
+    r, rng = RECIPES[precision], random.Random(7)
+    for seed in range(6):
+        E, D, F = rng.randint(1, 5), 128 * rng.randint(1, 3), 128 * rng.randint(1, 2)
+        counts = [rng.choice((0, 1, 7, 40)) for _ in range(E)]
+        n, W = max(1, sum(counts)), drawn(E * D, F).unflatten(0, (E, D))
+        Row, dOut = drawn(n, D, seed=seed), drawn(n, F, seed=seed + 50)
+        counts[-1] += n - sum(counts)
+
+        def held(line, x, format):
+            q = quantize(line, x, ONE, format)
+            return q, dequantize(" -> ".join(line.split(" -> ")[::-1]), q, ONE).double()
+
+        forward, wide = held("W[E, D, F] -> W[E, D, F] {Q_D}", W, r.forward)
+        back, wide_back = held("W[E, D, F] -> W[E, D, F] {Q_F}", W, r.weights)
+        rows = held("Row[R, D] -> Row[R, D] {Q_D}", Row, r.forward)[1].split(counts)
+        cotangents = held("d[R, F] -> d[R, F] {Q_F}", dOut, r.cotangents)[1].split(counts)
+
+        def product(W, x, counts=counts):
+            return einsum("Row[R, D] * W[D, F] -> Out[R, F]", x, W.grouped(counts))
+
+        Out, pull = vjp_of_scaled(vjp, precision, ONE.optional, product, forward, Row)
+        dW, dRow = pull(dOut, back)
+        each = zip(Row.double().split(counts), dOut.double().split(counts), strict=True)
+        wanted = [
+            (Out, torch.cat([x @ w for x, w in zip(rows, wide, strict=True)])),
+            (dRow, torch.cat([d @ w.T for d, w in zip(cotangents, wide_back, strict=True)])),
+            (dW, torch.stack([x.T @ d for x, d in each])),
+        ]
+        for found, exact in wanted:
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

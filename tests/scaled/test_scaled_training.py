@@ -1,7 +1,8 @@
 """A Transformer's step with scaled products: on a mesh as on one device, near the step without scales, in its bytes."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -9,19 +10,25 @@ import torch
 from refused import refused
 
 from scaling import trace, tree
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.cost.counted import NONE, price
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
+from scaling.models.leaves import matrices_of, without
 from scaling.models.lora import Lora
-from scaling.scaled import RECIPES
+from scaling.scaled import RECIPES, UNSCALED
+from scaling.spec import dtype_bytes, format_of, parse, present
 from scaling.strategies import transformer
 from scaling.train.settings import Settings
-from scaling.train.step_count import count
+from scaling.train.step_count import count, step_shapes
 
 WIDE = Config("wide", 2, 256, 512, 8, 4, 64, 64)
 BIASED = WIDE.with_(name="biased", attention_bias=True, output_bias=True, qk_norm=True, gated=False)
+EXPERTS = WIDE.with_(name="experts", F=256, E=4, k=2, aux_coef=0.01)
+GATED = EXPERTS.with_(name="gated", expert_bias=True, clamp=7.0, shared=1, shared_gate=True, capacity=1.0)
+LATENTS = WIDE.with_(name="latents", K=8, H=32, latent=Latent(256, 256, 32, 32, 32), dense_layers=1, F_dense=256, F=128,
+                     E=4, k=2, shared=1, routing="sigmoid", norm_topk=True)  # fmt: skip
 ONE = Mesh({"X": 1})
 FAR = {"fp8-row": 0.15, "fp8-128": 0.13, "mxfp8": 0.13, "nvfp4": 0.4}  # errors of gradients, which add up over layers
 
@@ -31,7 +38,7 @@ def step(mesh, config, precision, **options):
     g = torch.Generator().manual_seed(0)
     batch = [torch.randint(config.V, (8, 64), generator=g) for _ in range(2)]
     params = model.init(config, 0, torch.float64)
-    tokens, targets = (tree.shard(x, "x[B_X, T]" if "X" in mesh.sizes else "x[B, T]", mesh) for x in batch)
+    tokens, targets = (tree.shard(x, present("x[B_PXE, T_C]", mesh), mesh) for x in batch)
     held = transformer.shard(params, config, mesh)
     loss, grads = transformer.loss_and_grads(held, tokens, targets, config, mesh, precision=precision, **options)
     return loss, tree.named_leaves(transformer.unshard(grads, config, mesh))
@@ -41,18 +48,23 @@ def far(found, wanted):
     return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
 
 
-TWO, STAGES = {"X": 2, "Y": 2}, {"Z": 2, "X": 2}
+TWO, STAGES, EXPERT = {"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"E": 2, "Y": 2}
 
 
-@pytest.mark.parametrize(("mesh", "recipes"), [
-    (TWO, ("mxfp8", "nvfp4")), (STAGES, ("fp8-row", "fp8-128")),
-    pytest.param(TWO, ("fp8-row", "fp8-128"), marks=pytest.mark.sweep),
-    pytest.param(STAGES, ("mxfp8",), marks=pytest.mark.sweep),  # not nvfp4, whose one scale is that of a microbatch
+@pytest.mark.parametrize(("mesh", "config", "recipes"), [
+    (TWO, BIASED, ("mxfp8",)), (TWO, WIDE, ("nvfp4",)), (STAGES, WIDE, ("fp8-row", "fp8-128")),
+    (EXPERT, EXPERTS, ("fp8-row", "nvfp4")), ({"X": 2, "C": 2}, LATENTS, ("mxfp8",)),
+    pytest.param(TWO, WIDE, ("fp8-row", "fp8-128"), marks=pytest.mark.sweep),
+    pytest.param(STAGES, BIASED, ("mxfp8",), marks=pytest.mark.sweep),  # nvfp4's one scale is that of a microbatch
+    pytest.param({"X": 2, "E": 2}, GATED, tuple(RECIPES), marks=pytest.mark.sweep),
+    pytest.param(EXPERT, LATENTS, ("fp8-row", "nvfp4"), marks=pytest.mark.sweep),
+    pytest.param({"Z": 2, "E": 2}, EXPERTS, ("fp8-128", "mxfp8"), marks=pytest.mark.sweep),
 ])  # fmt: skip
-def test_on_a_mesh_as_on_one_device(mesh, recipes):
+def test_on_a_mesh_as_on_one_device(mesh, config, recipes):
     for precision in recipes:
-        config = BIASED if precision == "mxfp8" else WIDE
         options = {"microbatches": 2, "remat": "block"} if "Z" in mesh.sizes else {"remat": "matmuls"}
+        if config.moe:  # whose balance is that of a microbatch
+            options = {"context": "ring"}
         loss, grads = step(mesh, config, precision, **options)
         if mesh.rank == 0:
             alone, wanted = step(ONE, config, precision, **options)
@@ -62,8 +74,8 @@ def test_on_a_mesh_as_on_one_device(mesh, recipes):
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(WIDE, marks=pytest.mark.sweep), BIASED.with_(norms="both", residual_scale=0.5)],
-    ids=["plain", "norms"],
+    [pytest.param(WIDE, marks=pytest.mark.sweep), BIASED.with_(norms="both", residual_scale=0.5), LATENTS],
+    ids=["plain", "norms", "experts"],
 )
 def test_what_is_computed_again_changes_nothing(config):
     """In the backward pass a layer has the weights of both passes."""
@@ -84,21 +96,35 @@ def test_gradients_are_near_those_of_products_that_are_not_scaled(precision):
     assert 0.02 < far(grads, wanted) < FAR[precision]
 
 
-def test_weights_are_gathered_in_the_bytes_of_their_format():
-    mesh, config = AbstractMesh({"X": 4}), WIDE.with_(name="wider", D=1024, F=4096, L=1)
-    params = transformer.shard(model.init(config, 0, torch.bfloat16, device="meta"), config, mesh)
-    tokens = torch.zeros(8, 128, dtype=torch.long, device="meta")
-    sent = {}
-    for precision in ("", *RECIPES):
-        with trace.trace() as log:
-            transformer.loss_and_grads(params, tokens, tokens, config, mesh, precision=precision)
-        gathers = [e.nbytes for e in log.events if e.op == "AllGather" and str(e.before).startswith(("W_", "W."))]
-        sent[precision] = sum(n for n in gathers if n >= 1024 * 256 / 32)  # of matrices and their scales
-    shares = {precision: sent[precision] / sent[""] for precision in RECIPES}
-    assert shares["mxfp8"] == pytest.approx(33 / 64, rel=0.01)
-    assert shares["fp8-128"] == pytest.approx(0.5 + 1 / 64, rel=0.01)
-    assert shares["nvfp4"] == pytest.approx((9 / 32 + 33 / 64) / 2, rel=0.01)  # forward and backward
-    assert shares["fp8-row"] == pytest.approx(0.5, rel=0.02)
+@pytest.mark.parametrize("config", [WIDE, LATENTS], ids=lambda config: config.name)
+@pytest.mark.parametrize("precision", RECIPES)
+def test_weights_are_gathered_in_the_bytes_of_their_formats(config, precision):
+    """In both passes, values and the scales of blocks or rows; where X splits a row, its maximum is reduced instead."""
+    sizes = {"X": 2, "E": 2} if config.moe else {"X": 2, "Y": 2}
+    mesh, dims, wanted = AbstractMesh(sizes), config.sizes, 0
+    types, inputs = (tree.leaves(tree_of(config)) for tree_of in (partial(transformer.specs, mesh=mesh), matrices_of))
+    for text, named in zip(types, inputs, strict=True):
+        spec = parse(text)
+        if not named or spec.name in UNSCALED:
+            continue
+        used, recipe = parse(without(text, ("X",))), RECIPES[precision]
+        local = dict(zip(used.dim_names, used.local_shape(dims, mesh), strict=True))
+        for summed, name in zip(named.split(" -> "), (recipe.forward, recipe.weights), strict=True):
+            f, values = format_of(name), prod(local.values())
+            axes = [axis for dim in summed.split() for axis in spec.axes_of(dim)]
+            scales = values / (f.block or prod(local[dim] for dim in summed.split()))
+            wanted += dtype_bytes(f.values) * values
+            wanted += dtype_bytes(f.scales[0]) * scales if f.block or "X" not in axes else 0
+    settings = Settings(config, "", "", 8, 64, dtype="bf16", precision=precision)
+    params, (tokens, *_) = step_shapes(settings, mesh)
+    with trace.trace() as log:
+        transformer.loss_and_grads(params, tokens, tokens, config, mesh, precision=precision)
+    gathers = [e for e in log.events if e.op == "AllGather" and e.axes == ("X",)]
+    assert sum(e.nbytes for e in gathers if e.before.name[-2:] in (".q", ".s")) == wanted
+    counted = count(settings, sizes).lines
+    assert sum(calls.amount for kind, calls in counted.items() if (kind.op, kind.axes) == ("AllGather", ("X",))) == sum(
+        e.nbytes for e in gathers
+    )
 
 
 def test_a_plan_prices_products_in_fp8_at_their_own_rate():
@@ -114,8 +140,8 @@ def test_a_plan_prices_products_in_fp8_at_their_own_rate():
     assert seconds[1] < seconds[0]
 
 
-def asked(config=WIDE, mesh: Any = ONE, precision="mxfp8", **options):
-    tokens = torch.zeros(4, 64, dtype=torch.long, device=mesh.device)
+def asked(config=WIDE, mesh: Any = ONE, precision="mxfp8", seq=64, **options):
+    tokens = torch.zeros(4, seq, dtype=torch.long, device=mesh.device)
     params = model.init(config, 0, torch.float32, device=mesh.device)
     lora = options.get("lora")
     held = transformer.shard(params, config, mesh) | ({"lora": {}} if lora else {})
@@ -124,7 +150,8 @@ def asked(config=WIDE, mesh: Any = ONE, precision="mxfp8", **options):
 
 test_refusals = refused({
     "another recipe": (asked(precision="fp6"), "fp8-row"),
-    "experts": (asked(WIDE.with_(E=4, k=2)), "products of their own"),
+    "zig-zag": (asked(mesh=AbstractMesh({"C": 4}), seq=32), "no multiple of a block's 32"),
+    "rows": (asked(mesh=AbstractMesh({"C": 4}), seq=16, context="ring"), "16 of T on each rank, in blocks of 32"),
     "adapters": (asked(lora=Lora(4)), "adapters"),
     "kept weights": (asked(keep_weights=True), "the forms of both passes"),
     "remat": (asked(WIDE.with_(parallel=True), remat="block"), "parallel blocks"),

@@ -112,6 +112,7 @@ def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout)
         raise ShardingError(f"a layer of experts of a {type(params).__name__}\n  fix: give a dict of its params")
     types, sizes = specs(config, at.experts, at.tensor), config.sizes | {"D": x.shape[-1]}
     fix = "give the params of this config, sharded as expert.specs says"
+    params = tree.map(lambda W: getattr(W, "like", W), params)  # of a scaling.scaled.taped.TapedMatrix
     types.pop("bias", None)
     routed = params
     if params.get("bias") is not None:  # it enters the choice of experts if it is given, whatever the routing

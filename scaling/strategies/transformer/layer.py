@@ -37,7 +37,7 @@ from scaling.models.layer import (
     weight_gradient,
 )
 from scaling.models.linear import attend_linear, linear_attention_backward
-from scaling.models.pointwise import FUNCTIONS, rms_norm
+from scaling.models.pointwise import FUNCTIONS, rms_norm, vjp
 from scaling.strategies.expert import experts_of, moe, route_tokens
 from scaling.strategies.transformer.lora import expert_gradients
 from scaling.trace import open_logs
@@ -124,6 +124,8 @@ def recomputed(W: dict, saved: Halves, at: Context, whole: bool = False) -> Halv
     if "norm_mlp_out" in W:
         Out, _, m = mlp(W, m, at)
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
+    elif whole and "router" in W:
+        m = experts(W, m, at)[2]
     elif whole:
         m = activate_features(W, normed_stream(m, m["mid"], W, "norm_mlp", at), at)
     return a, m
@@ -252,7 +254,8 @@ def experts(W: dict, s: Values, at: Context) -> tuple[Tensor, Tensor, dict]:
 def experts_backward(W: dict, dOut: Tensor, scale: float, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW). `scale`: the cotangent of the auxiliary terms."""
     s = s if "pull" in s else experts(W, s, at)[2]
-    dW, dMid = s["pull"]((dOut, dOut.new_full((), scale, dtype=torch.promote_types(dOut.dtype, torch.float32))))
+    cotangents = dOut, dOut.new_full((), scale, dtype=torch.promote_types(dOut.dtype, torch.float32))
+    dW, dMid = s["pull"](cotangents) if at.vjp is vjp else s["pull"](cotangents, owned(W, at))
     return dMid, expert_gradients(W, dW, at.config) if "lora" in W else dW
 
 

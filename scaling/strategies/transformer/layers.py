@@ -25,7 +25,7 @@ from scaling.collectives.linear import who_watches
 from scaling.models.layer import Context
 from scaling.models.leaves import STACKS, matrices_of
 from scaling.models.lora import adapted_leaves
-from scaling.scaled import gather_matrix
+from scaling.scaled import UNSCALED, gather_matrix
 from scaling.spec import parse, parse_line
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import embed, embed_backward, head
@@ -67,12 +67,13 @@ scatter_leaves = partial(start_leaves, reduce_scatter, "scatter")  # the first h
 
 def gather_scaled(W: Sequence[Tensor], mesh, lines: Sequence[LeafLines], step: TrainStep, stack: str, back=False):
     """Start to gather leaves, the matrices quantized for one pass; return them, pending."""
-    types, inputs, found = step.stored[stack], matrices_of(step.config)[stack], []
-    for name, x, leaf in zip(sorted(types), W, lines, strict=True):
-        whole = parse(types[name])
+    types, inputs = (tree.leaves(each[stack]) for each in (step.stored, matrices_of(step.config)))
+    found = []
+    for text, dims, x, leaf in zip(types, inputs, W, lines, strict=True):
+        whole = parse(text)
         stored = replace(whole, dims=whole.dims[1:])  # of one layer
-        if inputs[name]:
-            used, summed = parse_line(leaf.gather).result if leaf.gather else stored, inputs[name].split(" -> ")[0]
+        if dims and whole.name not in UNSCALED:
+            used, summed = parse_line(leaf.gather).result if leaf.gather else stored, dims.split(" -> ")[0]
             found.append(gather_matrix(step.options.precision, x, stored, used, summed, mesh, back))
         else:
             found += gather_leaves([x], mesh, [leaf])
@@ -232,6 +233,7 @@ class LayerStack:
         shapes = [shape[1:] for shape in step.grad_shapes(stack)] if step.options.zero in (1, 2) else None
         options = step.options
         on_tape = step.backward and options.remat == "none" and "router" in held  # experts keep their weights there
+        on_tape = on_tape and not options.precision
         keeps = options.keep_weights or on_tape
         self.engine = Layers(
             layers, step.mesh, gather, reduce, names=names, keep_weights=keeps, late=late, dtype=step.sums, out=out,

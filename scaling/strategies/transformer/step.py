@@ -27,7 +27,7 @@ from scaling.models.leaves import STACKS, without
 from scaling.models.lora import Lora
 from scaling.scaled import RECIPES
 from scaling.schedules import Schedule
-from scaling.spec import ShardingError, Spec, parse, present
+from scaling.spec import ShardingError, Spec, format_of, parse, present
 from scaling.strategies.context.ring import FORMS
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms
@@ -178,7 +178,7 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         fix = "give seed=, another in each step" if not seeded else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
     if options.precision:
-        check_precision(options, config, mesh)
+        check_precision(options, config, mesh, tokens.shape[1])
     schedule = None
     if "Z" in mesh.sizes and backward:
         schedule = types.schedule_of(options.schedule, mesh, options.microbatches)
@@ -202,15 +202,17 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     )  # fmt: skip
 
 
-def check_precision(options: StepOptions, config: Config, mesh) -> None:
-    """Raise a ValueError where products cannot be scaled by the recipe."""
+def check_precision(options: StepOptions, config: Config, mesh, tokens: int) -> None:
+    """Raise a ValueError where products cannot be scaled by the recipe, with so many tokens T_C of a row on a rank."""
     one_of("precision", options.precision, RECIPES)
+    block = format_of(RECIPES[options.precision].gradients or "fp8-row").block or 1
+    cut = options.context == "zigzag" and mesh.sizes.get("C", 1) > 1 and tokens // 2 % block
     why = {
-        "experts and latent attention have products of their own": config.moe or config.latent,
         "linear layers have products of their own": config.linear,
         "adapters are trained beside weights that stay as they are": options.lora,
         "a weight that is kept needs the forms of both passes": options.keep_weights,
         "parallel blocks are computed again within their products": options.remat == "block" and config.parallel,
+        f"both of a rank's parts of a row have {tokens // 2} tokens, no multiple of a block's {block}": cut,
         "KV heads are replicated where |Y| does not divide K": config.K % mesh.sizes.get("Y", 1),
     }
     if found := next((rule for rule, wrong in why.items() if wrong), None):
