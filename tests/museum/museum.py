@@ -113,7 +113,7 @@ BUGS = (
     Bug("a gradient of keys that all heads share, each rank's own", "bigcode-project/Megatron-LM#37",
         "each rank has the sum over its own heads alone: a loss of 3.74 where 2.64 was right",
         "scaling/models/latent.py", refused="unreduced", edits={
-            "import all_gather, einsum, reduce_scatter, wait": "import all_gather, einsum, reduce_scatter, shard, wait",
+            "import all_gather, reduce_scatter, wait": "import all_gather, reduce_scatter, shard, wait",
             "    dC_KV = torch.cat([dC_KV, dK_R], -1)\n": "",
             "dC_KV[B_PXE, T_C, M] {U_Y} -> dC_KV[B_PXE, T_CY, M]":
                 "dC_KV[B_PXE, T_C, C] {U_Y} -> dC_KV[B_PXE, T_CY, C]",

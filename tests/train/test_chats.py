@@ -197,7 +197,7 @@ def test_a_run_keeps_no_template_of_an_earlier_one_that_saved_nothing():
 @pytest.mark.parametrize("mesh", [{"X": 2}])
 def test_ranks_have_as_many_tokens_and_each_answer_as_much_weight(mesh, tmp_path):
     """Chats of any length fill rows of one length; the loss is one mean, also where a rank has nothing that counts."""
-    path, T = tmp_path / "chats.jsonl", 16
+    path, T = tmp_path / f"chats{mesh.rank}.jsonl", 16  # each rank writes its own
     for turns in ("a" * 130, "b"), ("c", "d" * 90), ("e", "f"):
         lines = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=True)]
         with path.open("a") as file:
