@@ -38,14 +38,17 @@ def table_config(table: dict[str, Any], path: Path) -> Config:
     return Config(**given)
 
 
-def _published(group: str) -> dict[str, Config]:
-    """Return the models of a group of models.toml by name."""
-    path = Path(__file__).with_name("models.toml")
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))[group]
-    return {name: table_config(table, path).with_(name=name, source=table["source"]) for name, table in tables.items()}
+def _published() -> dict[str, dict[str, Config]]:
+    """Return the models of models.toml by group and name."""
+    path, found = Path(__file__).with_name("models.toml"), {}
+    for group, tables in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        models = {name: table_config(table, path) for name, table in tables.items()}
+        found[group] = {name: model.with_(name=name, source=tables[name]["source"]) for name, model in models.items()}
+    return found
 
 
-MODELS, MEASURED = map(_published, ("models", "measured"))  # MEASURED: of published runs
+PUBLISHED = _published()
+MODELS, MEASURED = PUBLISHED["models"], PUBLISHED["measured"]  # MEASURED: of published runs
 RUN, MODEL = "run.toml", "model"  # in a run's folder: its options, and the files that came with its model
 CONFIGS = ("config.json", "config.toml")
 ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)

@@ -36,10 +36,8 @@ def judge_shards(exercise: Exercise, fn: Callable, text: str) -> tuple[bool, str
             mesh = AbstractMesh(sizes)
             report = judge(fn, *data["args"].values(), mesh, mesh=mesh, returns=wanted)
         except Exception as error:
-            sizes_differ = (
-                "" if isinstance(error, ShardingError) else "\n  types are judged with other sizes of the dims"
-            )
-            return False, described(error, exercise.name) + sizes_differ
+            note = "" if isinstance(error, ShardingError) else "\n  types are judged with other sizes of the dims"
+            return False, described(error, exercise.name) + note
         results = _tuple(report.result)
         if report.result is not None and len(results) != len(returns):
             return False, f"it returns {len(results)} results where {len(returns)} are asked for: {', '.join(returns)}"

@@ -26,6 +26,7 @@ from scaling.models.hf_layout import FileLayout, leaf_layouts
 from scaling.models.hf_scaled import BLOCKS, EXPONENTS, PackedSlice, ScaledSlice, is_scale, scale_of
 from scaling.models.leaves import specs_of
 from scaling.models.params import IN_ORDER, Places, places_of, stored_sizes
+from scaling.models.pointwise import XIELU
 from scaling.spec import Spec, parse
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -36,7 +37,6 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 ROUTER_BIAS = "e_score_correction_bias"
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # older files store these, computed here
 BARE, BODY = "wte.weight", "transformer."  # a tensor of a GPT-2 whose names lack this prefix, as in the published files
-XIELU = {"beta": 0.5, "eps": -1e-6}  # constants of `pointwise.xielu`, which each layer of a file stores
 DRAFT = "mtp."  # layers that draft further tokens, which transformers' classes leave out, too
 TensorParts = dict[str, dict[int, tuple[FileLayout, Tensor]]]  # the params of each tensor, by their places in it
 
@@ -136,8 +136,8 @@ def save_sharded(
             continue
         held |= part | {
             name: torch.tensor(value, dtype=params["embed"].dtype)
-            for name, (l, value) in _constants(config).items()
-            if l + 1 == number
+            for name, (home, value) in _constants(config).items()
+            if home == number
         }
         if not single:
             _write(folder / names[number], held)
@@ -221,15 +221,18 @@ def _index(config: Config, names: list[str], itemsize: int) -> dict:
         for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
             where[layout.tensor(at)] = names[file_number(config, at)]
             size += itemsize * math.prod(layout.shape(config.sizes))
-    for name, (l, _) in _constants(config).items():
-        where[name], size = names[l + 1], size + itemsize
+    for name, (home, _) in _constants(config).items():
+        where[name], size = names[home], size + itemsize
     return {"metadata": {"total_size": size}, "weight_map": where}
 
 
 def _constants(config: Config) -> dict[str, tuple[int, float]]:
-    """Return the tensors of the files that are no params, each with its layer and its value."""
-    layers = range(config.L if config.activation == "xielu" else 0)
-    return {f"model.layers.{l}.mlp.act_fn.{name}": (l, value) for l in layers for name, value in XIELU.items()}
+    """Return the tensors of the files that are no params, each with its file's number and its value."""
+    found = {}
+    for l in range(config.L if config.activation == "xielu" else 0):
+        home = file_number(config, {"L": l})
+        found |= {f"model.layers.{l}.mlp.act_fn.{name}": (home, value) for name, value in XIELU.items()}
+    return found
 
 
 def _config(folder: Path) -> Config:

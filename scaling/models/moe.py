@@ -182,15 +182,15 @@ def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: "Sequence[int] |
     Matrices with scales multiply the rows of all experts in one call, so that all rows are quantized together.
     """
     names = [name for name in OF_EACH if name in params]
-    if not isinstance(params["W_in"], Tensor) and not isinstance(counts, int):  # scaling.scaled.taped.TapedMatrix
+    if isinstance(counts, int):
+        each = {name: params[name] for name in names}
+        return torch.vmap(mlp)(each, Row.unflatten(0, (-1, counts))).flatten(0, 1)
+    if not isinstance(params["W_in"], Tensor):  # scaling.scaled.taped.TapedMatrix
         each = {}
         for name in names:
             W = params[name]
             each[name] = _of_rows(W, counts) if isinstance(W, Tensor) else W.grouped(counts)
         return mlp(each, Row)
-    if isinstance(counts, int):
-        each = {name: params[name] for name in names}
-        return torch.vmap(mlp)(each, Row.unflatten(0, (-1, counts))).flatten(0, 1)
     weights = zip(*(params[name].unbind() for name in names), strict=True)
     parts = zip(weights, Row.split(list(counts)), strict=True)
     return torch.cat([mlp(dict(zip(names, W, strict=True)), rows) for W, rows in parts])

@@ -18,14 +18,16 @@ from torch.autograd.graph import GradientEdge
 from scaling import tree
 from scaling.common.torch_private import fused_norm, fused_norm_vjp, in_transform, tape_gradients
 
+XIELU = {"beta": 0.5, "eps": -1e-6}  # the constants of xIELU, which each layer of an Apertus file stores
+
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
     """Return x/2 + softplus(alpha_p) x^2 of a positive x, else x/2 + (1/2 + softplus(alpha_n)) (e^x - 1 - x).
 
     The two numbers are learned (Huang and Schlag 2024, arxiv.org/abs/2411.13010).
     """
-    rest = (torch.expm1(x.clamp(max=-1e-6)) - x) * (F.softplus(alpha_n) + 0.5)
-    return torch.where(x > 0, F.softplus(alpha_p) * x * x, rest) + x / 2
+    rest = (torch.expm1(x.clamp(max=XIELU["eps"])) - x) * (F.softplus(alpha_n) + XIELU["beta"])
+    return torch.where(x > 0, F.softplus(alpha_p) * x * x, rest) + x * XIELU["beta"]
 
 
 ACTIVATIONS = ("none", "relu", "gelu")  # of the book's MLP; a Transformer has the other functions, too

@@ -5,8 +5,8 @@
     Tmp = einsum("In[B_X, D] {Q_D} * W[D, F] {Q_D} -> Tmp[B_X, F]", In, W)
 
 `rounding` has the numbers that each dtype can hold, `arrays` the lines, `recipes` the scaled products of a training
-step, and `taped` those of experts. The laws are in notation.md and `scaling.algebra.rules`; the formats are data in
-`scaling.spec.formats`.
+step, and `taped` the products of its experts. The laws are in notation.md and `scaling.algebra.rules`; the formats are
+data in `scaling.spec.formats`.
 """
 
 from scaling.scaled.arrays import Scaled, dequantize, quantize

@@ -1,16 +1,16 @@
 """Scaled products inside a function that a tape differentiates: a layer of experts (Parts 4 and 12).
 
-A tape differentiates tensors, and a quantized matrix is none: rounding has no derivative. So the tape gets a tensor of
-the matrix's shape in its place, whose elements are never read and take no memory. Its gradient is the matrix's. The
-product is one `autograd.Function`: forward it multiplies by the form of the forward pass, backward by that of the
-backward pass, which `pull` is given.
+A tape differentiates tensors. A quantized matrix is not a tensor, and rounding has no derivative. So the tape gets a
+placeholder, a tensor of the matrix's shape whose elements are never read and take no memory. The gradient of the
+placeholder is the matrix's. The product is one `autograd.Function`: forward it multiplies by the form of the forward
+pass, backward by that of the backward pass, which `pull` is given.
 
     Row[R, D] {Q_D} * W[E, D, F] {Q_D} -> Tmp[R, F]     each expert its own rows; R is ragged
     dTmp[R, F] {Q_F} * W[E, D, F] {Q_F} -> dRow[R, D]
     Row[R, D] * dTmp[R, F] -> dW[E, D, F]               in the run's dtype
 
-The last one sums over an expert's rows, of which every rank has some. Their number is that of the choices of its
-tokens, so no block of them would be whole, and a block that the mesh cuts would give other numbers than one device.
+The last product sums over an expert's rows, and every rank has some of these rows. How many depends on which experts
+its tokens choose, so blocks of rows would be cut by the mesh, and would give other numbers than on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class TapedMatrix:
     """A quantized matrix, or one for each expert, as a differentiated function gets it.
 
     Attributes:
-        like: The tensor in its place on the tape.
+        like: The placeholder on the tape.
         forward: The matrix in the form of the forward pass.
         back: All matrices in the form of the backward pass, which come before the tape is pulled.
         index: The matrix's index among them.
