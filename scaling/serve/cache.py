@@ -238,10 +238,7 @@ def move(
     """
     to = form if target_form is None else target_form
     check_mesh(config, source_mesh, form)
-    if config.linear:
-        what = f"{config.name}: states of linear layers are not moved from mesh to mesh"
-        raise ValueError(f"{what}\n  fix: prefill and decode on one mesh")
-    cache_specs(config, target_mesh, form=to, page=page)
+    types = cache_specs(config, source_mesh, form=form), cache_specs(config, target_mesh, form=to, page=page)
     if cache is not None:
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
     info = own = None
@@ -270,9 +267,12 @@ def move(
         part = transfer(f"{ends[0]} -> {ends[1]}", x, *views, into=into, below=(*into[:3], used, *into[4:]))
         if part is not None:
             new[name] = part if page is None else part.unflatten(3, (-1, page)).flatten(2, 3)
+    for name in ("S", "tail") if config.linear else ():
+        x = None if cache is None else cache[name]
+        new[name] = transfer(f"{types[0][name]} -> {types[1][name]}", x, source_mesh, target_mesh)
     if moved is None:
         return None
-    new["lengths"] = moved[2:]
+    new |= {"lengths": moved[2:]} | ({"read": moved[2:]} if config.linear else {})
     return new if page is None else new | {"pages": page_table(new["KV"], rows, S // page)}
 
 

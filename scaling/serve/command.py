@@ -145,17 +145,17 @@ def main(argv=None) -> int:
 def _most_pages(args, what: Served) -> int:
     """Return the pages that memory has room for, per worker and group; ValueError if the options ask for more."""
     pools = 2 if args.policy == "disaggregated" else 1
-    most = what.length_that_fits(1) // (pools * args.page)
+    states = pools * (args.slots + 1)
+    most = what.length_that_fits(1, states) // (pools * args.page)
     if (least := args.pages or 1) > most:
-        what.check_fits(1, pools * least * args.page)
+        what.check_fits(1, pools * least * args.page, states)
     return most
 
 
 def _options(args, what: Served, pages: int, groups: int) -> Options:
     proposals, longest = args.proposals if args.draft else 0, served_text(what.config)
-    return Options(
-        pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals, groups, longest
-    )
+    prefix = not args.no_prefix and not what.config.linear  # whose states after a prefix are not kept
+    return Options(pages, args.page, args.slots, args.budget, args.policy, prefix, proposals, groups, longest)
 
 
 def _over_http(args, what: Served, options: Options) -> int:

@@ -185,10 +185,15 @@ class Engine:
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"
                 "  fix: give both, or neither"
             )
-        if draft is not None and any(getattr(each, "linear", None) for each in (config, draft[0])):
+        if draft is not None and any(getattr(each, "linear", None) for each in (config, *draft)):
             raise ValueError(
                 f"{config.name}: proposals with linear layers\n  rule: a state takes no rejected proposal back\n"
                 "  fix: leave the draft out"
+            )
+        if config.linear and options.prefix:
+            raise ValueError(
+                f"{config.name}: shared prefixes with linear layers\n  rule: a page holds keys and values, and not the "
+                "state after its last token\n  fix: Options(..., prefix=False)"
             )
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
         self.streams: dict[int, TextStream] = {}  # for requests that end before a stop text

@@ -138,11 +138,13 @@ class Steps:
         pages: Sequence[Sequence[int]] = (),
         every: bool = False,
         ids: tuple[Tensor, Tensor] | None = None,
+        states: Sequence[int] = (),
     ) -> Tensor:
         """Return logits[B, V] after each row's last token; with `every`, logits[B, T, V] after all tokens.
 
         Row b's ids follow the first starts[b] tokens that the cache has of it, in pages[b] if it is in pages. A row may
         have no ids; its logits then mean nothing. `ids`: (which rows, the first id of each), if they are on the device.
+        `states`: each row's place among the states of linear layers, if it is not b.
 
         Raises:
             ValueError: A row has no room in the cache.
@@ -169,7 +171,8 @@ class Steps:
         if ids is not None:
             asked[:, 0].index_copy_(0, *ids)
         if not fixed:
-            return self._compute(self.params, self.cache, asked, T, extent, every)
+            held = self.cache | ({"states": uploaded(states, self.device)} if states else {})
+            return self._compute(self.params, held, asked, T, extent, every)
         most = M * self.page if self.page else min(self.room, max(LEAST, 1 << (longest - 1).bit_length()))
         key = len(rows), T, most, every, extent.full
         if key not in self.made:
@@ -211,11 +214,14 @@ def uploaded(numbers: Sequence, device: torch.device) -> Tensor:
     return torch.tensor(numbers).to(device, non_blocking=True)
 
 
-NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
+NO_WORK = Work(Request(-1, (), 0), 0, (), (), False, slot=-1)
 
 
 class PagedModel:
-    """A model that holds this rank's params and its group's pages. If it is not `paged`, a page is a row of a cache."""
+    """A model that holds this rank's params and its group's pages. If it is not `paged`, a page is a row of a cache.
+
+    A linear layer has a state for each slot beside the pages, and one more, the last, for rows without a request.
+    """
 
     def __init__(
         self,
@@ -231,10 +237,13 @@ class PagedModel:
         check_served(params, config, ONE if mesh is None else mesh, form)
         self.device, self.page, self.groups, self.paged = plain_leaf(params).device, options.page, options.groups, paged
         self.group = share_of(ONE if mesh is None else mesh, form).group
-        self.pools: dict[str, Steps] = {}
+        self.pools, self.states = dict[str, Steps](), paged and config.linear is not None
         for worker, (pool, *_) in scheduler.initial(options).pools.items():
             rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
             cache = init_cache(config, self.groups * rows, length, mesh=mesh, dtype=dtype, page=page, form=form)
+            if self.states:
+                slots = init_cache(config, self.groups * (options.slots + 1), 1, mesh=mesh, dtype=dtype, form=form)
+                cache |= {name: slots[name] for name in ("S", "tail")}
             self.pools[worker] = Steps(params, config, cache, mesh, form, **steps)
             params = self.pools[worker].params  # both workers' steps share what is laid out anew
 
@@ -255,11 +264,12 @@ class PagedModel:
         pages = [w.pages for w in rows] if self.paged else ()
         at = uploaded(places, self.device)
         given = None if ids is None else (at, ids)
-        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given)
+        states = [w.slot for w in rows] if self.states else ()
+        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given, states)
         return logits[: len(works)] if places == [*range(len(works))] else logits[at]
 
     def move(self, move: Move) -> None:
-        """Copy a prompt's pages from the pool of the worker that prefills to the decoder's, on its group's ranks."""
+        """Copy a prompt's pages and state from the worker that prefills to the decoder, on its group's ranks."""
         if move.group != self.group:
             return
         count = -(-move.tokens // self.page)
@@ -268,3 +278,5 @@ class PagedModel:
         for name in ("KV", "scale"):
             if name in there:
                 here[name][:, :, target] = there[name][:, :, source]
+        for name in ("S", "tail") if self.states else ():
+            here[name][:, move.slots[1]] = there[name][:, move.slots[0]]

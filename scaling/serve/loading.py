@@ -146,8 +146,11 @@ class Served:
         """An abstract mesh of the sizes."""
         return AbstractMesh(self.sizes)
 
-    def needed(self, batch: int, length: int) -> int:
-        """Return bytes of params and of a cache of `batch` rows of `length` tokens on each rank, a draft's included."""
+    def needed(self, batch: int, length: int, states: int = 1) -> int:
+        """Return bytes of params and of a cache of `batch` rows of `length` tokens on each rank, a draft's included.
+
+        A row has so many `states` of linear layers: one, or if it is an engine's pool of pages one for each slot.
+        """
         found = 0
         for source in (self.model, self.draft):
             if isinstance(source, Source):
@@ -157,29 +160,28 @@ class Served:
                 params = tree.shard(transformer.init(config, 0, self.dtype, "meta"), specs(config, **given), self.mesh)
                 if self.weights and source is self.model:
                     params = quantize(params, config, self.weights, **given)
-                found += tree.nbytes(params) + sum(
-                    cache[name].nbytes for name in ("KV", "scale", "S", "tail") if name in cache
-                )
+                times = {"KV": 1, "scale": 1, "S": states, "tail": states}
+                found += tree.nbytes(params) + sum(cache[name].nbytes * times[name] for name in times if name in cache)
         return found
 
-    def length_that_fits(self, batch: int) -> int:
+    def length_that_fits(self, batch: int, states: int = 1) -> int:
         """Return the greatest length of `batch` rows whose caches fit with the params; 0 or less if none fits.
 
         A cache's bytes are proportional to its length.
         """
         unit = share_of(self.mesh, self.form).shards
-        one, two = (self.needed(batch, n * unit) for n in (1, 2))
+        one, two = (self.needed(batch, n * unit, states) for n in (1, 2))
         return (self.memory - one) // (two - one) * unit + unit
 
-    def check_fits(self, batch: int, length: int) -> None:
+    def check_fits(self, batch: int, length: int, states: int = 1) -> None:
         """Check that params and caches fit; the ValueError gives the greatest length that does."""
-        most = self.length_that_fits(batch)
+        most = self.length_that_fits(batch, states)
         if length <= most:
             return
         smaller = f"give at most {most:,} tokens, with the completion" if most > 0 else "serve fewer requests at once"
         raise ValueError(
-            f"{self.config.name}: {batch} x {length:,} tokens take {self.needed(batch, length):,} bytes on each rank, "
-            f"and there are {self.memory:,}\n  fix: {smaller}, or use a larger mesh"
+            f"{self.config.name}: {batch} x {length:,} tokens take {self.needed(batch, length, states):,} bytes on "
+            f"each rank, and there are {self.memory:,}\n  fix: {smaller}, or use a larger mesh"
         )
 
     def on_ranks(self, fn: Callable, *given: Any, **options: Any) -> Any:

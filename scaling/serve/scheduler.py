@@ -180,7 +180,7 @@ def _moved(state: State, id: int, actions: list[Action]) -> None:
     if live is None or live.target is None:
         raise ValueError(f"request {id} is not being moved\n  fix: give the id of a request whose cache is on its way")
     _release(state, live)
-    state.live[id] = replace(live, where=DECODE, pages=live.target, target=None)
+    state.live[id] = replace(live, where=DECODE, pages=live.target, slot=live.next_slot, target=None)
     if live.cancelled:
         _finish(state, id, "cancelled", actions)
 
@@ -189,16 +189,22 @@ def _move(state: State, actions: list[Action]) -> None:
     """Move computed prompts to the worker that decodes, in the order of arrival, while there is room."""
     if DECODE not in state.pools:
         return
-    there = sum(live.where == DECODE or live.target is not None for live in state.live.values())
+    taken = {live.slot for live in state.live.values() if live.where == DECODE}
+    taken |= {live.next_slot for live in state.live.values() if live.target is not None}
+    free = _free_slots(state, taken)
     for id, live in state.live.items():
         if live.where != PREFILL or live.target is not None or not live.decoding:
             continue
         pool = state.pools[DECODE][live.group]
-        if there == state.options.slots or pool.room() < (need := pool.count(live.computed + 1)):
+        if not free or pool.room() < (need := pool.count(live.computed + 1)):
             break
-        there += 1
-        state.live[id] = replace(live, target=tuple(pool.take(need)))
-        actions.append(Move(id, live.computed, live.pages, state.live[id].target or (), live.group))
+        slot, pages = free.pop(0), tuple(pool.take(need))
+        state.live[id] = replace(live, target=pages, next_slot=slot)
+        actions.append(Move(id, live.computed, live.pages, pages, live.group, (live.slot, slot)))
+
+
+def _free_slots(state: State, taken: set[int]) -> list[int]:
+    return [slot for slot in range(state.options.slots) if slot not in taken]
 
 
 def _admit(state: State, actions: list[Action]) -> None:
@@ -210,7 +216,7 @@ def _admit(state: State, actions: list[Action]) -> None:
     worker = state.policy.workers[0]
     running = [live for live in state.live.values() if live.where == worker]
     pools, count = state.pools[worker], Counter(live.group for live in running)
-    kept: Counter[int] = Counter()
+    kept, free = Counter[int](), _free_slots(state, {live.slot for live in running})
     for live in running if worker != PREFILL else ():
         kept[live.group] += max(0, pools[live.group].count(len(live.tokens)) - len(live.pages))
     waiting = [live for live in state.live.values() if live.where is None]
@@ -224,7 +230,7 @@ def _admit(state: State, actions: list[Action]) -> None:
         pool, hit = pools[group], hits[group]
         pool.hold(hit, state.tick)
         cached, pages = len(hit) * pool.size, (*hit, *pool.take(needs[group]))
-        state.live[live.id] = replace(live, computed=cached, pages=pages, where=worker, group=group)
+        state.live[live.id] = replace(live, computed=cached, pages=pages, where=worker, group=group, slot=free.pop(0))
         count[group] += 1
         actions.append(Admit(live.id, cached))
 
@@ -266,7 +272,7 @@ def _work(state: State, id: int, count: int) -> Work:
     live = state.live[id]
     tokens, end = live.tokens, live.computed + count
     before, new = tokens[: live.computed] if wanted else (), tokens[live.computed : end]
-    return Work(live.request, live.computed, new, live.pages, end == len(tokens), wanted, before, live.group)
+    return Work(live.request, live.computed, new, live.pages, end == len(tokens), wanted, before, live.group, live.slot)
 
 
 def _has_pages(state: State, id: int, count: int) -> bool:

@@ -61,6 +61,7 @@ class Slots:
         own: Which of the tokens are this rank's queries, if T is split over C.
         begun: begun[B_Z], the tokens that each row has before the call.
         new: new[B_Z].
+        states: Each row's place among the states of linear layers; by default rows and states are in one order.
     """
 
     def __init__(self, cache: dict, new: Tensor, T: int, share: Share, extent: Extent, own: slice | None = None):
@@ -70,6 +71,7 @@ class Slots:
         self.size = cache["KV"][0][0].shape[1]  # places of a row on this rank, or of a page
         self.first = self.size * share.shard
         self.table = cache["pages"][self.rows] if "pages" in cache else None
+        self.states = cache["states"][self.rows] if "states" in cache else slice(None)
         t = torch.arange(T, device=held.device)
         if extent.alike:
             self.positions = extent.least + t

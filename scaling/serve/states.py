@@ -31,7 +31,7 @@ class Options:
         slots: Requests at once.
         budget: Tokens of a step under the policy "chunked".
         policy: The batching policy.
-        prefix: Whether prompts share the pages of equal prefixes.
+        prefix: Whether prompts share the pages of equal prefixes; not with linear layers, whose states are not kept.
         proposals: The most tokens of a draft that a decode step checks for each request; all count in the budget.
         longest: The longest prompt and completion together that the model is served with; None: as long as fits.
         groups: Groups of ranks among which the requests are split, each with its own pages, as a form of decoding
@@ -99,7 +99,7 @@ class Work(NamedTuple):
 
     `proposals`: let a draft propose this number of tokens after them, and give the accepted ones and the token that
     follows. A draft may need the whole text; then `before` has the tokens before `start`. `group`: the group that the
-    pages belong to.
+    pages belong to. `slot`: the request's slot on the worker, where the states of linear layers are.
     """
 
     request: Request
@@ -110,6 +110,7 @@ class Work(NamedTuple):
     proposals: int = 0
     before: tuple[int, ...] = ()
     group: int = 0
+    slot: int = 0
 
     @property
     def id(self) -> int:
@@ -130,13 +131,17 @@ class Run(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Action: copy the pages of `tokens` tokens of a group from the worker that prefills to the one that decodes."""
+    """Action: copy the pages of `tokens` tokens of a group from the worker that prefills to the one that decodes.
+
+    `slots`: the request's slot on each of the two.
+    """
 
     id: int
     tokens: int
     source: tuple[int, ...]
     target: tuple[int, ...]
     group: int = 0
+    slots: tuple[int, int] = (0, 0)
 
 
 class Admit(NamedTuple):
@@ -167,7 +172,8 @@ Action = Run | Move | Admit | Preempt | Finish
 class Live:
     """A request that has arrived and is not finished.
 
-    `pages` are pages of its `group` on the worker `where`, which is None while the request waits.
+    `pages` are pages of its `group` on the worker `where`, which is None while the request waits, and `slot` is one of
+    the worker's slots. `target` and `next_slot` are the pages and the slot that it is being moved to.
     """
 
     request: Request
@@ -176,7 +182,9 @@ class Live:
     pages: tuple[int, ...] = ()
     where: str | None = None
     group: int = 0
-    target: tuple[int, ...] | None = None  # the pages that it is being moved to
+    slot: int = 0
+    target: tuple[int, ...] | None = None
+    next_slot: int = 0
     cancelled: bool = False
 
     @property

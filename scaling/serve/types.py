@@ -151,17 +151,12 @@ def cache_specs(
             'form="sequence" splits S over Z, which a cache in pages cannot do\n'
             "  fix: give page=None, or choose another form"
         )
-    if config.linear and page is not None:
-        raise ShardingError(
-            f"{config.name}: linear layers with a cache in pages\n  rule: a row has one state, which no page holds\n"
-            "  fix: give page=None, as generate does, or serve a model without linear layers"
-        )
     rows, times = ROWS[form], "S_Z" if form == "sequence" else "S"
     if page is not None:
         rows, times = rows.replace("B", "P"), "page"
     heads = "R_Y" if config.K % mesh.sizes.get("Y", 1) else "K_Y"
     held = [cache_type(config, name, rows, times, heads) for name in ("KV", "scale")[: 1 + scaled]]
-    held += [f"S[l, {rows}, n_Y, h, v]", f"tail[l, {rows}, t, k_Y, c]"] if config.linear else []
+    held += [f"S[l, {ROWS[form]}, n_Y, h, v]", f"tail[l, {ROWS[form]}, t, k_Y, c]"] if config.linear else []
     types = {parse(text).name: str(present(text, mesh)) for text in held}
     return types | {"lengths": "lengths[B]"} | ({"pages": "pages[B, M]"} if page is not None else {})
 

@@ -7,15 +7,18 @@ from functools import cache
 
 import pytest
 import torch
+from machine import on_ranks
 from probes import shaken
 from test_hugging_face import TABLE
 
 from scaling import serve, tree
 from scaling.configs import Config
 from scaling.configs.hugging_face import read_config
-from scaling.mesh import AbstractMesh
+from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import hf, transformer
 from scaling.models.delta_rule import delta_rule, delta_rule_backward
+from scaling.serve import engine
+from scaling.serve.states import Options
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
 from scaling.train.settings import Settings
@@ -143,12 +146,12 @@ def greedy(family: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ["qwen3 next", "qwen3 next dense"])
 def test_it_is_served_with_states(family, tmp_path):
-    """By a batch and by the engine without pages; in chunks as whole; written and read again to the bit."""
+    """By a batch and by the engine, also in pages; in chunks as whole; written and read again to the bit."""
     config, params = model(family)
     assert serve.generate(params, PROMPTS, config, 6) == greedy(family)
-    assert [each.id for step in serve.stream(params, PROMPTS[:1], config, 6, serve.Sampling()) for each in step] == (
-        greedy(family)[0]
-    )
+    for page in (None, 4):
+        steps = [*serve.stream(params, PROMPTS, config, 6, serve.Sampling(), page=page)]
+        assert [[t.id for step in steps for t in step if t.row == row] for row in range(4)] == greedy(family)
     tokens, cache = torch.tensor([[5, 9, 11, 2, 40, 3]]), serve.init_cache(config, 1, 8)
     whole, _ = serve.prefill(params, tokens, cache, config)
     for part in tokens.split([1, 3, 2], 1):
@@ -169,21 +172,36 @@ SERVED = [({"Y": 2}, "qwen3 next"), ({"Y": 2, "Z": 2}, "qwen3 next dense"), ({"Y
 def test_states_are_split_by_heads(mesh, family):
     config, params = model(family)
     own = tree.shard(params, serve.specs(config, mesh), mesh)
-    assert serve.generate(own, PROMPTS, config, 6, mesh=mesh) == greedy(family)
+    assert serve.generate(own, PROMPTS, config, 6, mesh=mesh, page=4) == greedy(family)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"page": 4}, "no page holds"),
-        ({"form": "sequence"}, "by heads alone"),
-        ({"draft": "ngram"}, "no rejected"),
-    ],
-)
-def test_how_states_are_not_served_is_refused(options, said):
+@on_ranks({"W": 4})
+def test_states_are_moved_with_the_cache(mesh):
+    """From the mesh that prefills to the one that decodes, whose cache is in pages."""
+    config, params = model("qwen3 next")
+    tokens, (a, b) = (
+        torch.tensor(PROMPTS[:1]).repeat(2, 1),
+        (Mesh({"Y": 2}, ranks=[0, 1]), Mesh({"Z": 2}, ranks=[2, 3])),
+    )
+    own = {on: tree.shard(params, serve.specs(config, on), on) for on in (a, b) if on.member}
+    cache = serve.prefill(own[a], tokens, serve.init_cache(config, 2, 8, mesh=a), config, a)[1] if a.member else None
+    cache = serve.move(cache, config, a, b, page=2)
+    if b.member:
+        logits, _ = serve.decode(own[b], torch.tensor([3, 3]), cache, config, b)
+        wanted = transformer.forward(params, torch.tensor([[*PROMPTS[0], 3]]), config=config)[:, -1]
+        torch.testing.assert_close(logits, wanted.repeat(2, 1), rtol=0, atol=1e-12)
+
+
+def test_how_states_are_not_served_is_refused():
     config, params = model("qwen3 next dense")
-    with pytest.raises(ValueError, match=f"{said}.*\n  fix: "):
-        serve.generate(params, PROMPTS, config, 6, **options)
+    for options, said in ({"form": "sequence"}, "by heads alone"), ({"draft": "ngram"}, "no rejected"):
+        with pytest.raises(ValueError, match=f"{said}.*\n  fix: "):
+            serve.generate(params, PROMPTS, config, 6, **options)
+    plain = Config("plain", L=1, D=8, F=8, N=2, K=2, H=4, V=60)
+    with pytest.raises(ValueError, match="no rejected"):  # a draft with states, too
+        serve.generate(transformer.init(plain), PROMPTS, plain, 6, draft=(params, config))
+    with pytest.raises(ValueError, match="the state after its last token\n  fix: "):
+        engine.serve(params, config, [], Options(4))
 
 
 def test_a_run_s_order_of_tokens_is_the_one_that_linear_layers_need():

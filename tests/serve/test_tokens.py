@@ -5,6 +5,7 @@ import functools
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import stored
@@ -14,6 +15,7 @@ from probes import shaken
 from test_decode import CONFIGS, PLAIN
 
 from scaling import serve, tree
+from scaling.configs import Linear
 from scaling.models import transformer
 from scaling.serve import engine
 from scaling.serve.fixed import PagedModel
@@ -24,7 +26,14 @@ from scaling.serve.states import Options, Run
 
 DENSE = PLAIN.with_(window=(None, 7))
 SMALL = PLAIN.with_(name="small", L=1, D=8, F=12, K=1, H=4)
-MODELS = {"dense": DENSE, "experts": CONFIGS["experts"], "deepseek": CONFIGS["deepseek"], "small": SMALL}
+LINEAR = PLAIN.with_(L=3, linear=Linear(2, 4, 6, 8, 4, (0, 2)))
+MODELS = {
+    "dense": DENSE,
+    "linear": LINEAR,
+    "experts": CONFIGS["experts"],
+    "deepseek": CONFIGS["deepseek"],
+    "small": SMALL,
+}
 HOW = Sampling(0.9, top_k=12, top_p=0.95)
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [2]]
 SEEDS = [3, 1, 4, 1]
@@ -106,20 +115,26 @@ RICH = 1, 14  # seeds of traces in which everything happens
 
 
 @pytest.mark.parametrize("seeds", [RICH, pytest.param(range(300), marks=pytest.mark.sweep)], ids=["rich", "all"])
-@pytest.mark.parametrize("draft", [None, "ahead", "ngram", "small", "near"])
+@pytest.mark.parametrize("draft", [None, "ahead", "linear", "ngram", "small", "near"])
 def test_random_traces(draft, seeds):
     """Preempted, prefixed, moved and speculated: what a draft proposes changes no token, nor do steps that are started
-    ahead, of which each row's that has ended is dropped."""
+    ahead, of which each row's that has ended is dropped. A model with linear layers has states beside the pages."""
     total: Counter = Counter()
+    name, plain = "linear" if draft == "linear" else "dense", draft in (None, "ahead", "linear")
     for seed in seeds:
-        options, arrivals, cancel = test_engine.trace(seed, drafted=draft not in (None, "ahead"))
+        options, arrivals, cancel = test_engine.trace(seed, drafted=not plain)
+        options = replace(options, prefix=options.prefix and name == "dense")
         arrivals = [(at, r._replace(draw=Draw(HOW, 100 + r.id)) if r.id % 2 else r) for at, r in arrivals]
-        way = {"ahead": True} if draft == "ahead" else {"draft": draft}
+        way = {"ahead": draft == "ahead", "draft": None if plain else draft, "name": name}
         served, happened = traced(None, (options, arrivals, cancel), **way)
-        test_engine.check(served, arrivals, cancel, options, wanted)
+        test_engine.check(served, arrivals, cancel, options, functools.partial(wanted, name=name))
         total += happened
-    happens = ["Preempt", "Move", "hits", "full hits", "evictions", "chunks", "cancelled"]
-    for what in [*happens, *["proposals kept"] * (draft == "near")]:
+    happens = ["Preempt", "Move", "chunks", "cancelled"]
+    for what in [
+        *happens,
+        *["hits", "full hits", "evictions"] * (name == "dense"),
+        *["proposals kept"] * (draft == "near"),
+    ]:
         assert total[what], (what, total)
 
 
@@ -168,6 +183,7 @@ MESHES = [
     ({"Y": 2, "Z": 2}, "dense", "sequence", "generate", "small"),
     ({"Z": 2, "Y": 2}, "dense", "heads", "chunked", "small"),
     ({"Z": 2}, "dense", "heads_batch", "interleaved", None),
+    ({"Z": 2, "Y": 2}, "linear", "heads", "disaggregated", None),
     ({"E": 2}, "experts", "heads", "disaggregated", None),
     ({"E": 2, "Y": 2}, "deepseek", "experts", "static", None),
 ]
@@ -184,7 +200,9 @@ def test_on_a_mesh(ranks, sizes, name, form, policy, draft):
     draws = [Draw(HOW if i % 2 else Sampling(), i) for i in range(6)]
     arrivals = [(0.1 * (i // 3), Request(i, prompts[i], 1 + 5 * i % 8, draw=draws[i])) for i in range(6)]
     options = Options(8, page=2, slots=6, budget=7, policy=policy, proposals=2 * (draft is not None), groups=2)
-    found = ranks(traced, sizes, (options, arrivals, []), name, form, draft, draft is None)
+    options = replace(options, prefix=name != "linear")
+    ahead = draft is None and name != "linear"
+    found = ranks(traced, sizes, (options, arrivals, []), name, form, draft, ahead)
     assert all(other == found[0] for other in found)
     served, happened = found[0]
     assert {r.id: served.requests[r.id].tokens for _, r in arrivals} == {r.id: wanted(r, name) for _, r in arrivals}

@@ -17,16 +17,16 @@ from scaling.models.linear import attend_linear, split_gate
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D], reading and updating layer l's states of the rows."""
-    S, tail, new = at.slots.cache["S"][l], at.slots.cache["tail"][l], at.slots.new
+    S, tail, new, rows = at.slots.cache["S"][l], at.slots.cache["tail"][l], at.slots.new, at.slots.states
     y, _ = normed(W, "norm_attn", x, at.config, rms)
     real = torch.arange(x.shape[1], device=x.device) < new[:, None]
     begun = (~((at.slots.begun == 0) & (new > 0)))[:, None, None, None]
-    values = {"y": y, "S": S * begun, "tail": tail.to(x.dtype) * begun, "real": real[..., None]}
+    values = {"y": y, "S": S[rows] * begun, "tail": tail[rows].to(x.dtype) * begun, "real": real[..., None]}
     values = attend_linear(W, values, at)
     whole = torch.cat([values["tail"], split_gate(values["QKVZ"], at.config)[0]], 1)
     last = new[:, None] + torch.arange(tail.shape[1], device=x.device)  # the last real tokens' indices in `whole`
-    tail.copy_(whole[torch.arange(len(whole), device=x.device)[:, None], last])
-    S.copy_(values["S_out"])
+    tail[rows] = whole[torch.arange(len(whole), device=x.device)[:, None], last].to(tail.dtype)
+    S[rows] = values["S_out"].to(S.dtype)
     line = "O[B_ZE, T_C, n_Y, v] * W_O[n_Y, v, D] -> Attn[B_ZE, T_C, D] {U_Y}"
     Attn = einsum(line, values["O"], W["W_O"])
     return all_reduce("Attn[B_ZE, T_C, D] {U_Y} -> Attn[B_ZE, T_C, D]", Attn, at.mesh)
