@@ -80,6 +80,7 @@ class Given(NamedTuple):
     Attributes:
         tokens: Its new tokens, up to one that ends it.
         logits: The logits[n, V] that the tokens were drawn from.
+        texts: If it has stop texts, the text that each token makes certain.
         stopped: Whether a stop text has ended it.
         read: For a prompt that is scored, the place of the first token of this step, and the logits[n, V] after each of
             its tokens.
@@ -87,6 +88,7 @@ class Given(NamedTuple):
 
     tokens: tuple[int, ...]
     logits: Tensor
+    texts: tuple[str, ...] = ()
     stopped: bool = False
     read: tuple[int, Tensor] | None = None
 
@@ -196,7 +198,7 @@ class Engine:
                 "state after its last token\n  fix: Options(..., prefix=False)"
             )
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
-        self.streams: dict[int, TextStream] = {}  # for requests that end before a stop text
+        self.streams: dict[int, TextStream] = {}
         own = partial(PagedModel, options=options, mesh=mesh, form=form, **model)
         self.model, self.draft = own(params, config), by_ngrams if draft == "ngram" else None
         self.models = [self.model]
@@ -268,17 +270,20 @@ class Engine:
         return {w.id: Given((token,), own) for w, token, own in each}
 
     def _counted(self, request: Request, given: Given) -> Given:
-        """Return a request's tokens up to the one that ends it."""
-        tokens, stopped = request.until_stop(given.tokens), False
-        if request.stops:
-            if request.id not in self.streams:
-                self.streams[request.id] = TextStream(self.tokenizer, request.stops, request.prompt)
-            for count, token in enumerate(tokens, 1):
-                self.streams[request.id].push(token)
-                if stopped := self.streams[request.id].stopped:
-                    tokens = tokens[:count]
-                    break
-        return given._replace(tokens=tokens, logits=given.logits[: len(tokens)], stopped=stopped)
+        """Return a request's tokens up to the one that ends it, and if it has stop texts their text."""
+        tokens, stopped, texts = request.until_stop(given.tokens), False, []
+        for token in tokens if request.stops else ():
+            texts.append("" if token in request.stop else self.stream_of(request).push(token))
+            if stopped := self.stream_of(request).stopped:
+                tokens = tokens[: len(texts)]
+                break
+        return given._replace(tokens=tokens, logits=given.logits[: len(tokens)], texts=tuple(texts), stopped=stopped)
+
+    def stream_of(self, request: Request) -> TextStream:
+        """Return the stream of a request's text, one object until its end; the engine pushes if it has stop texts."""
+        if request.id not in self.streams:
+            self.streams[request.id] = TextStream(self.tokenizer, request.stops, request.prompt)
+        return self.streams[request.id]
 
 
 def _small(draft: Any, target: Config, make: Callable[..., PagedModel]) -> PagedModel:

@@ -160,8 +160,8 @@ class _Answer:
 class Desk:
     """The place on rank 0 that takes requests and sends their tokens out."""
 
-    def __init__(self, turns: Turns, tokenizer: Any):
-        self.turns, self.tokenizer, self.figures, self.failed = turns, tokenizer, Figures(), ""
+    def __init__(self, turns: Turns):
+        self.turns, self.figures, self.failed = turns, Figures(), ""
         self.answers: dict[int, _Answer] = {}
         self._asks: list[Request] = []
         self._gone: list[int] = []
@@ -169,8 +169,7 @@ class Desk:
 
     def ask(self, request: Request, ask: Ask, sink: Sink) -> None:
         """Serve a request that `scheduler.refusal` accepts; `sink` is called with each piece."""
-        stream = TextStream(self.tokenizer, request.stops, request.prompt)
-        self.answers[request.id] = _Answer(request, ask, stream, sink)
+        self.answers[request.id] = _Answer(request, ask, self.turns.engine.stream_of(request), sink)
         self._asks.append(request)
         self._woken.set()
 
@@ -234,7 +233,7 @@ class Desk:
             for i, token in enumerate(own.tokens):
                 self._timed(answer, now)
                 if token not in answer.request.stop and not answer.ask.silent:
-                    text = answer.stream.push(token)
+                    text = own.texts[i] if own.texts else answer.stream.push(token)
                     if text or notes:
                         answer.sink(AnswerPiece(text, notes[i : i + 1]))
 
@@ -253,7 +252,8 @@ class Desk:
         count = answer.count
         if answer.ask.silent and reason in ("stop", "length"):
             reason, count = "length", 0
-        answer.sink(AnswerPiece(answer.stream.rest(), (), reason, count, answer.cached))
+        text = "" if answer.ask.silent else answer.stream.rest()
+        answer.sink(AnswerPiece(text, (), reason, count, answer.cached))
 
 
 def _told(news: News, mesh) -> News:

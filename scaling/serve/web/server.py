@@ -98,7 +98,7 @@ def serve_http(
             while turns(News()) is not None:
                 pass
         return
-    desk = Desk(turns, model.tokenizer)
+    desk = Desk(turns)
     server = _Server(
         uvicorn.Config(
             application(desk, model, queue=queue, key=key, cors=cors),
