@@ -180,10 +180,9 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
         K = einsum("y[B_PXZE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXZE, T_C, K_Y, H]", y, W["W_K"])
         V = einsum("y[B_PXZE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXZE, T_C, K_Y, H]", y, W["W_V"])
         values = values | {"Q": Q, "K": K, "V": V}
-    heads = [values["Q"], values["K"], values["V"]]
-    if "W_G" in W:
-        line = "y[B_PXZE, T_C, D] * W_G[D, N_Y, H] -> Open[B_PXZE, T_C, N_Y, H]"
-        heads.append(at.einsum(line, values["y"], W["W_G"]))
+        if "W_G" in W:
+            values["G"] = einsum("y[B_PXZE, T_C, D] * W_G[D, N_Y, H] -> G[B_PXZE, T_C, N_Y, H]", y, W["W_G"])
+    heads = [values[name] for name in ("Q", "K", "V", "G") if name in values]
 
     def attend(leaves: dict, Q: Tensor, K: Tensor, V: Tensor, *opened: Tensor) -> Tensor:
         sinks = {"sinks": leaves["sinks"]} if "sinks" in leaves else {}

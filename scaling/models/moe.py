@@ -25,6 +25,7 @@ from torch import Tensor
 from scaling.collectives import einsum
 from scaling.configs import Config
 from scaling.models.remat import computed_again
+from scaling.scaled import TapedMatrix
 
 BITS = 32  # precision at which scores are compared
 OF_EACH = ("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out")  # the leaves of each expert
@@ -185,11 +186,10 @@ def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: "Sequence[int] |
     if isinstance(counts, int):
         each = {name: params[name] for name in names}
         return torch.vmap(mlp)(each, Row.unflatten(0, (-1, counts))).flatten(0, 1)
-    if not isinstance(params["W_in"], Tensor):  # scaling.scaled.taped.TapedMatrix
-        each = {}
-        for name in names:
-            W = params[name]
-            each[name] = _of_rows(W, counts) if isinstance(W, Tensor) else W.grouped(counts)
+    if isinstance(params["W_in"], TapedMatrix):
+        each = {name: params[name] for name in names}
+        for name, W in each.items():
+            each[name] = W.grouped(counts) if isinstance(W, TapedMatrix) else _of_rows(W, counts)
         return mlp(each, Row)
     weights = zip(*(params[name].unbind() for name in names), strict=True)
     parts = zip(weights, Row.split(list(counts)), strict=True)

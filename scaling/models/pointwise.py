@@ -146,6 +146,8 @@ def rms_norm_vjp(x: Tensor, dy: Tensor) -> Tensor:
 def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
     """Return (f(*primals), pull) over trees of tensors: pull(cotangents) -> a cotangent of each primal.
 
+    A second argument of `pull` is not read: `scaled.vjp_of_scaled` has one, the primals' forms in the backward pass.
+
     This equals torch.func.vjp, which costs more per collective and whose first call imports the compiler, so that every
     rank that torchrun starts would wait for it. A tensor that the result does not depend on, or that holds whole
     numbers, gets a cotangent of zeros. Under a compiler torch.func.vjp is used.
@@ -166,7 +168,7 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
         out = f(*cast(tuple, structure.unflatten(inputs)))
     results = tree.leaves(out)
 
-    def pull(cotangents) -> tuple:
+    def pull(cotangents, _=None) -> tuple:
         found = tape_gradients(results, edges, tree.leaves(cotangents))
         known, grads = dict(zip(floats, found, strict=True)), []
         for i, (shape, dtype, device) in enumerate(kinds):

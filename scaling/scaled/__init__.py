@@ -9,8 +9,9 @@ step, and `taped` the products of its experts. The laws are in notation.md and `
 data in `scaling.spec.formats`.
 """
 
-from scaling.scaled.arrays import Scaled, dequantize, quantize
-from scaling.scaled.recipes import RECIPES, UNSCALED, gather_matrix, products_of
-from scaling.scaled.taped import vjp_of_scaled
+from scaling.scaled.arrays import Scaled, check_block, dequantize, quantize
+from scaling.scaled.recipes import RECIPES, UNSCALED, check_matrix, gather_matrix, products_of
+from scaling.scaled.taped import TapedMatrix, vjp_of_scaled
 
-__all__ = ["RECIPES", "UNSCALED", "Scaled", "dequantize", "gather_matrix", "products_of", "quantize", "vjp_of_scaled"]
+__all__ = ["RECIPES", "UNSCALED", "Scaled", "TapedMatrix", "dequantize", "quantize"]
+__all__ += ["check_block", "check_matrix", "gather_matrix", "products_of", "vjp_of_scaled"]

@@ -180,11 +180,8 @@ def quantize(
     if x.dim() != len(spec.dims):
         refuse(f"quantize: {line}", f"the operand has shape {tuple(x.shape)}", "a type names each dim", "name each dim")
     for dim, size in zip(spec.dim_names, x.shape, strict=True):
-        block = f.block or (f.per_byte if dim in spec.scaled[-1:] else 1)
-        if dim in spec.scaled and size % block:
-            what = f"{size} of {dim} on each rank, in blocks of {block} ({f.name})"
-            fix = f"make {dim} a multiple of {block} on each rank, split it over fewer, or choose another format"
-            refuse(f"quantize: {line}", what, "a shard cuts no block", fix)
+        if dim in spec.scaled:
+            check_block(line, dim, size, f, 1 if dim != spec.scaled[-1] else f.per_byte)
     _refuse_differentiated(f"quantize: {line}", x)
 
     def run(x: Tensor) -> Sequence[Tensor]:
@@ -192,6 +189,14 @@ def quantize(
 
     found = _judged(line, mesh, [x], [replace(spec, scaled=())], parts, run)
     return scaled_of(found, f, shared_positions(spec), x.dtype)
+
+
+def check_block(line: str, dims: str, size: int, f: Format, least: int = 1) -> None:
+    """Raise a ShardingError where `size` entries of `dims` on a rank cut a block, of `least` values if it is all."""
+    if size % (block := f.block or least):
+        what = f"{size} of {dims} on each rank, in blocks of {block} ({f.name})"
+        fix = f"make {dims} a multiple of {block} on each rank, split it over fewer, or choose another format"
+        refuse(f"quantize: {line}", what, "a shard cuts no block", fix)
 
 
 def _parts(x: Tensor, spec: Spec, f: Format, mesh, amax_of: Tensor | None, noise: Tensor | None) -> list[Tensor]:

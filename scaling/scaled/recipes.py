@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from scaling.collectives import all_gather, einsum
-from scaling.scaled.arrays import Scaled, quantize
+from scaling.scaled.arrays import Scaled, check_block, quantize
 from scaling.spec import Line, Spec, format_of, parse_line, present, refuse
 
 
@@ -119,12 +119,9 @@ def scaled_product(
             format = recipe.forward if of_weight else recipe.gradients
             format = recipe.cotangents if own.name[:1] == "d" and own.name[1:2].isupper() else format
             plain = Spec(spec.name, spec.dims)
-            if (size := prod(x.shape[whole])) % (block := format_of(format).block or 1):
-                dims = " ".join(own.dim_names[whole])
-                what = f"{size} of {dims} on each rank, in blocks of {block} ({format})"
-                fix = f"split {dims} over fewer ranks, or choose another recipe"
-                refuse(f"quantize: {plain} -> {spec}", what, "a shard cuts no block", fix)
-            x = quantize(f"{plain} -> {spec}", as_matrix(x, counts), mesh, format)
+            quantized = f"{plain} -> {spec}"
+            check_block(quantized, " ".join(own.dim_names[whole]), prod(x.shape[whole]), format_of(format))
+            x = quantize(quantized, as_matrix(x, counts), mesh, format)
         held.append(x)
     result = einsum(str(product.line), *held)
     outputs = [dim for dim in typed.result.dim_names if dim not in known]
@@ -150,11 +147,23 @@ def gather_matrix(precision: str, x: Tensor, stored: Spec, used: Spec, inputs: s
         mesh: The mesh.
         back: Whether it is gathered for the backward pass.
     """
-    stored, used = present(stored, mesh), present(used, mesh)
-    dims = [dim for dim in stored.dim_names if dim != "E"]  # each expert has a matrix
-    groups = [[dim for dim in dims if (dim in inputs) is which] for which in (True, False)]
-    (before, counts), (after, _) = (matrix_of(spec, [["E"], *groups], groups[back]) for spec in (stored, used))
-    recipe = RECIPES[precision]
-    line = f"{Spec(before.name, before.dims)} -> {before}"
-    W = quantize(line, as_matrix(x, counts), mesh, recipe.weights if back else recipe.forward)
+    (before, counts), (after, _) = (form_of(present(spec, mesh), inputs, back) for spec in (stored, used))
+    format = RECIPES[precision].weights if back else RECIPES[precision].forward
+    W = quantize(f"{Spec(before.name, before.dims)} -> {before}", as_matrix(x, counts), mesh, format)
     return W if before == after else all_gather(f"{before} -> {after}", W, mesh, async_op=True)
+
+
+def form_of(W: Spec, inputs: str, back: bool) -> tuple[Spec, tuple[int, ...]]:
+    """Return a matrix's type in a pass, as `matrix_of` does; the arguments are those of `gather_matrix`."""
+    dims = [dim for dim in W.dim_names if dim != "E"]  # each expert has a matrix
+    groups = [[dim for dim in dims if (dim in inputs) is which] for which in (True, False)]
+    return matrix_of(W, [["E"], *groups], groups[back])
+
+
+def check_matrix(precision: str, stored: Spec, inputs: str, sizes: dict, mesh) -> None:
+    """Raise a ShardingError if a rank's shard of a matrix cuts a block in either pass, as `gather_matrix` would."""
+    recipe, local = RECIPES[precision], dict(zip(stored.dim_names, stored.local_shape(sizes, mesh), strict=True))
+    for back, format in enumerate((recipe.forward, recipe.weights)):
+        held, _ = form_of(present(stored, mesh), inputs, bool(back))
+        size = prod(local[dim] for dim in stored.dim_names if dim != "E" and (dim in inputs) is not bool(back))
+        check_block(f"{Spec(held.name, held.dims)} -> {held}", held.scaled[0], size, format_of(format))

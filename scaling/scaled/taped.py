@@ -133,7 +133,7 @@ def vjp_of_scaled(vjp: Callable, precision: str, mesh, f: Callable, *args: Any) 
     """Return (f(*args), pull), as `vjp` does, of args that may have quantized matrices.
 
     pull(cotangents, back) -> a cotangent of each arg; `back` are the same args with the matrices in the form of the
-    backward pass. It is needed only if args have such matrices.
+    backward pass.
     """
     leaves, structure = optree.tree_flatten(cast(Any, args), is_leaf=_is_scaled)
     index = [i for i, x in enumerate(leaves) if _is_scaled(x)]

@@ -21,6 +21,7 @@ from scaling.collectives import all_gather, all_reduce, all_to_all, ragged_all_t
 from scaling.collectives.checked import alike
 from scaling.configs import Config
 from scaling.models.moe import balance_loss, by_expert, mlp, router_logits, shared_experts, weigh, z_loss
+from scaling.scaled import TapedMatrix
 from scaling.spec import ShardingError
 from scaling.strategies.expert.routing import ExpertLayout, Routing, expert_layout, route_tokens, specs
 
@@ -112,7 +113,7 @@ def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout)
         raise ShardingError(f"a layer of experts of a {type(params).__name__}\n  fix: give a dict of its params")
     types, sizes = specs(config, at.experts, at.tensor), config.sizes | {"D": x.shape[-1]}
     fix = "give the params of this config, sharded as expert.specs says"
-    params = tree.map(lambda W: getattr(W, "like", W), params)  # of a scaling.scaled.taped.TapedMatrix
+    params = tree.map(lambda W: W.like if isinstance(W, TapedMatrix) else W, params)
     types.pop("bias", None)
     routed = params
     if params.get("bias") is not None:  # it enters the choice of experts if it is given, whatever the routing

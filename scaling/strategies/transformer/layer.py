@@ -37,7 +37,7 @@ from scaling.models.layer import (
     weight_gradient,
 )
 from scaling.models.linear import attend_linear, linear_attention_backward
-from scaling.models.pointwise import FUNCTIONS, rms_norm, vjp
+from scaling.models.pointwise import FUNCTIONS, rms_norm
 from scaling.strategies.expert import experts_of, moe, route_tokens
 from scaling.strategies.transformer.lora import expert_gradients
 from scaling.trace import open_logs
@@ -50,7 +50,7 @@ ATTENDED = frozenset({"O", "pull"})  # dot-product attention
 LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
 RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "pull_mix", "pull_norm"})  # a linear layer's
 BETWEEN = ATTENDED | LATENTS | RULE | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
-PRODUCTS = {"Q", "K", "V", "KV", "A_Q", "A_KV", "QKVZ", "BA", "Tmp", "Gate"}  # with weights
+PRODUCTS = {"Q", "K", "V", "G", "KV", "A_Q", "A_KV", "QKVZ", "BA", "Tmp", "Gate"}  # with weights
 REMAT = {  # the values that each policy does not keep for the backward; the further down, the less is kept
     "none": frozenset(),
     "attention": ATTENDED | RULE,
@@ -62,7 +62,7 @@ REMAT = {  # the values that each policy does not keep for the backward; the fur
 def dropped(remat: str) -> frozenset[str]:
     """Return the names of `saved` that this policy does not keep."""
     on_tape = "pull" not in REMAT[remat]  # which has them as attention's own operands
-    return REMAT[remat] | ({"Q", "K", "V", "KV"} if on_tape else set())
+    return REMAT[remat] | ({"Q", "K", "V", "G", "KV"} if on_tape else set())
 
 
 def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
@@ -169,7 +169,7 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
-    dleaves, dQ, dK, dV, *dOpen = s["pull"](dO)
+    dleaves, dQ, dK, dV, *dG = s["pull"](dO)
     for name, d in dleaves.items():
         dW[name] = in_place(d, W[name], at)
     dy = at.einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
@@ -178,16 +178,16 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     line = "dV[B_PXE, T_C, K_Y, H] * W_V[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
     dy = at.einsum(line, dV, own["W_V"], out=dy, add=True)
     if "W_G" in W:
-        line = "dOpen[B_PXE, T_C, N_Y, H] * W_G[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
-        dy = at.einsum(line, dOpen[0], W["W_G"], out=dy, add=True)
+        line = "dG[B_PXE, T_C, N_Y, H] * W_G[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
+        dy = at.einsum(line, dG[0], W["W_G"], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "dAttn[B_PXE, T_C, D] * O[B_PXE, T_C, N_Y, H] -> dW_O[N_Y, H, D] {U_PXEC}"  # D, scattered next, outermost
     dW |= weight_gradient(W, "W_O", line, dAttn, s["O"], at)
     line = "y[B_PXE, T_C, D] * dQ[B_PXE, T_C, N_Y, H] -> dW_Q[D, N_Y, H] {U_PXEC}"
     dW |= weight_gradient(W, "W_Q", line, s["y"], dQ, at)
     if "W_G" in W:
-        line = "y[B_PXE, T_C, D] * dOpen[B_PXE, T_C, N_Y, H] -> dW_G[D, N_Y, H] {U_PXEC}"
-        dW |= weight_gradient(W, "W_G", line, s["y"], dOpen[0], at)
+        line = "y[B_PXE, T_C, D] * dG[B_PXE, T_C, N_Y, H] -> dW_G[D, N_Y, H] {U_PXEC}"
+        dW |= weight_gradient(W, "W_G", line, s["y"], dG[0], at)
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
         dW |= weight_gradient(W, name, line, s["y"], dHead, at)
@@ -255,7 +255,7 @@ def experts_backward(W: dict, dOut: Tensor, scale: float, s: Values, at: Context
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW). `scale`: the cotangent of the auxiliary terms."""
     s = s if "pull" in s else experts(W, s, at)[2]
     cotangents = dOut, dOut.new_full((), scale, dtype=torch.promote_types(dOut.dtype, torch.float32))
-    dW, dMid = s["pull"](cotangents) if at.vjp is vjp else s["pull"](cotangents, owned(W, at))
+    dW, dMid = s["pull"](cotangents, owned(W, at))
     return dMid, expert_gradients(W, dW, at.config) if "lora" in W else dW
 
 

@@ -10,7 +10,7 @@ then over the other axes.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,9 @@ from scaling.common.limits import LIMITS, Limits
 from scaling.configs import Config
 from scaling.mesh import Group
 from scaling.models.inputs import check_ids, check_segments, check_weights
-from scaling.models.leaves import STACKS, without
+from scaling.models.leaves import STACKS, matrices_of, without
 from scaling.models.lora import Lora
-from scaling.scaled import RECIPES
+from scaling.scaled import RECIPES, UNSCALED, check_block, check_matrix
 from scaling.schedules import Schedule
 from scaling.spec import ShardingError, Spec, format_of, parse, present
 from scaling.strategies.context.ring import FORMS
@@ -178,7 +178,7 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         fix = "give seed=, another in each step" if not seeded else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
     if options.precision:
-        check_precision(options, config, mesh, tokens.shape[1])
+        check_precision(options, config, stored, mesh, tokens.shape, backward)
     schedule = None
     if "Z" in mesh.sizes and backward:
         schedule = types.schedule_of(options.schedule, mesh, options.microbatches)
@@ -202,22 +202,38 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     )  # fmt: skip
 
 
-def check_precision(options: StepOptions, config: Config, mesh, tokens: int) -> None:
-    """Raise a ValueError where products cannot be scaled by the recipe, with so many tokens T_C of a row on a rank."""
+def check_precision(
+    options: StepOptions, config: Config, stored: dict, mesh, tokens: Sequence[int], backward: bool
+) -> None:
+    """Raise a ValueError where products cannot be scaled by the recipe, or a ShardingError where a block is cut.
+
+    `stored` has the params' types, and `tokens` is the shape of a rank's tokens [B_PXE, T_C].
+    """
     one_of("precision", options.precision, RECIPES)
-    block = format_of(RECIPES[options.precision].gradients or "fp8-row").block or 1
-    cut = options.context == "zigzag" and mesh.sizes.get("C", 1) > 1 and tokens // 2 % block
     why = {
         "linear layers have products of their own": config.linear,
         "adapters are trained beside weights that stay as they are": options.lora,
         "a weight that is kept needs the forms of both passes": options.keep_weights,
         "parallel blocks are computed again within their products": options.remat == "block" and config.parallel,
-        f"both of a rank's parts of a row have {tokens // 2} tokens, no multiple of a block's {block}": cut,
         "KV heads are replicated where |Y| does not divide K": config.K % mesh.sizes.get("Y", 1),
     }
     if found := next((rule for rule, wrong in why.items() if wrong), None):
         what = f"{config.name}: precision={options.precision!r} on {mesh}: {found}"
         raise ValueError(f"{what}\n  fix: leave precision out, or the option or mesh that does not go with it")
+    sizes, inputs_of = types.padded_sizes(config, mesh), matrices_of(config)
+    for stack in (name for name in STACKS if name in inputs_of):
+        for text, dims in zip(tree.leaves(stored[stack]), tree.leaves(inputs_of[stack]), strict=True):
+            W = parse(text)
+            if dims and W.name not in UNSCALED:
+                held = replace(W, dims=W.dims[1:])  # of one layer
+                check_matrix(options.precision, held, dims.split(" -> ")[0], sizes, mesh)
+    if backward and (name := RECIPES[options.precision].gradients):
+        (B, T), C, Y = tokens, mesh.sizes.get("C", 1), mesh.sizes.get("Y", 1)
+        rows = {"T": T} if C > 1 else {"B T": B // options.microbatches * T}
+        rows |= {"T/2": T // 2} if C > 1 and options.context == "zigzag" else {}  # a rank's two parts are apart
+        rows |= {"T_Y": T // Y} if Y > 1 and config.latent and config.latent.q_rank else {}  # of W_DQ
+        for dims, size in rows.items():
+            check_block("x[B_PXE, T_C, D] -> x[B_PXE, T_C, D] {Q_B,T}", dims, size, format_of(name))
 
 
 def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str] = ()) -> dict[str, Any]:
