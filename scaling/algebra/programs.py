@@ -64,7 +64,7 @@ def _numbered(steps) -> list[str]:
     return lines
 
 
-def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, mesh=None, cost=None) -> Program:
+def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, mesh=None) -> Program:
     """Derive the algorithm, forward and backward, of a chain of products such as the one-line types of Part 5.
 
     The first operand flows in from the layer before; the others are weights (or anything else that exists beforehand).
@@ -75,9 +75,8 @@ def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, me
         line: the chain of products, as text or a Line.
         keep_gathered: the arrays that the backward pass need not gather again. False means none; True means the
             activations, at their price in memory; or give the names of arrays.
-        sizes: the sizes of the dims, as for `matmul`. Without sizes, mesh and cost the book's rules decide.
+        sizes: the sizes of the dims, as for `matmul`. Without them the book's rules decide.
         mesh: the axes and their sizes, as for `matmul`.
-        cost: a function of a Step, as for `matmul`.
 
     Raises:
         ShardingError: the line is not such a chain.
@@ -88,7 +87,7 @@ def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, me
     known = known_sizes(_dims(line), sizes)
     axes = None if mesh is None else tuple(mesh_sizes(mesh).items())
     keep = keep_gathered if isinstance(keep_gathered, bool) else tuple(sorted(keep_gathered))
-    return _derive(line, keep, known, axes, cost)
+    return _derive(line, keep, known, axes)
 
 
 def _dims(line) -> tuple[str, ...]:
@@ -96,7 +95,7 @@ def _dims(line) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _derive(line, keep, sizes, mesh, cost) -> Program:
+def _derive(line, keep, sizes, mesh) -> Program:
     sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
     operands, out = line.operands, line.result
     if len(operands) < 2:
@@ -110,14 +109,14 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
     dims = _chain_dims(line)
     hidden = ["Tmp"] if len(operands) == 3 else [f"Tmp{n}" for n in range(1, len(operands) - 1)]
     results = [Spec(name, tuple((d, ()) for d in kept)) for name, kept in zip((*hidden, out.name), dims, strict=True)]
-    products, tail, note = product_chain(operands, results, out, sizes, mesh, cost)
+    products, tail, note = product_chain(operands, results, out, sizes, mesh)
     keep = {operands[0].name} if keep is True else set(keep or ())
     if unknown := keep - {spec.name for spec in operands}:
         raise ShardingError(
             f"{line}: keep_gathered names {min(unknown)}, which is not an operand of the line"
             "\n  fix: name operands of the line, as it spells them"
         )
-    backward, kept = transposed(operands[0], out, products, keep, sizes, mesh, cost)
+    backward, kept = transposed(operands[0], out, products, keep, sizes, mesh)
     carried = set(operands[0].dim_names)  # dims of the first operand that no product contracts: the tokens
     for product in products:
         carried -= set(product.einsum.contracted)
@@ -165,12 +164,12 @@ def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
 
 
 def transposed(
-    first: Spec, out: Spec, products: tuple[Product, ...], keep: Collection[str], sizes, mesh, cost
+    first: Spec, out: Spec, products: tuple[Product, ...], keep: Collection[str], sizes, mesh
 ) -> tuple[list[Step], list[Spec]]:
     """Return the lines of the backward pass, from the last product to the first, and the types that `keep` keeps."""
     steps: list[Step] = []
     kept: list[Spec] = []
-    bring = resharder(sizes, mesh, cost)
+    bring = resharder(sizes, mesh)
 
     def again(forward: tuple[Step, ...], local: Spec) -> None:
         """Provide an argument as its product needs it: keep it from the forward pass, or reshard it once more."""

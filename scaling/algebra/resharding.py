@@ -223,15 +223,15 @@ def exact_steps(array: PlannedArray, start: DimAxes, to: DimAxes, within: Settin
 
 
 def steps_between(
-    array: PlannedArray, source: DimAxes, target: DimAxes, within: Setting, bound: float = BOUND
+    array: PlannedArray, source: DimAxes, target: DimAxes, within: Setting
 ) -> tuple[tuple[Step, ...], str]:
-    """Search, for at most `bound` steps, for the cheapest plan between two layouts; return its steps and the note."""
+    """Search, for at most BOUND steps, for the cheapest plan between two layouts; return its steps and the note."""
     start, array = {source: START}, array._replace(weight=1)
     plain = shortest(start, array, within, target, plain=True)
     key = plain[target].key
     if key[2] <= COLLECTIVE and (within.cost is None or not key[0]):
         return path(plain, array.spec, target), ""
     least = within.cost is None and key[0] == within.missing(source, target)  # only fewer steps may be found
-    better = shortest(start, array, within, target, key, bound // 5 if least or within.cost else bound)
+    better = shortest(start, array, within, target, key, BOUND // 5 if least or within.cost else BOUND)
     note = "" if least or better else NOTE
     return path(better if target in better else plain, array.spec, target), note

@@ -19,9 +19,9 @@ def format_number(value: float, digits: int = 4) -> str:
     return _short(f"{float(f'{mantissa}e{power}'):,.{max(0, digits - 1 - power)}f}")
 
 
-def bar(value: float, whole: float, columns: int = 12) -> str:
-    """Return a bar as text, which has `columns` columns if the value is the whole."""
-    return "#" * round(columns * value / whole)
+def bar(value: float, whole: float) -> str:
+    """Return a bar as text, which has 12 columns if the value is the whole."""
+    return "#" * round(12 * value / whole)
 
 
 def exact(value: float) -> str:

@@ -58,7 +58,7 @@ def training_memory(
     )
 
 
-def largest_model(hbm_bytes: float, bytes_per_param: float = 10) -> float:
+def largest_model(hbm_bytes: float) -> float:
     """Return the parameters that fit one chip: HBM / 10 with Adam (Part 5, "Data Parallelism": 9.6e9 on a v5p)."""
-    positive(hbm_bytes=hbm_bytes, bytes_per_param=bytes_per_param)
-    return hbm_bytes / bytes_per_param
+    positive(hbm_bytes=hbm_bytes)
+    return hbm_bytes / 10

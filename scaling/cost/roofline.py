@@ -127,15 +127,13 @@ def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, 
     return Roofline(2 * m * k * n, size * tm * tn * (tk * (bm * bk + bk * bn) + bm * bn), C, W)
 
 
-def split_contraction(B: float, D: float, F: float, C: float, W: float, chips: int = 2, dtype="bf16") -> Roofline:
+def split_contraction(B: float, D: float, F: float, C: float, W: float, dtype="bf16") -> Roofline:
     """X[B, D_X] *_D Y[D_X, F] on two chips which then swap partial sums (Part 1, "Network communication rooflines").
 
     T_math = 2BDF / (2C) and T_comms = 2BF / W each way, with W one-way, so it is compute-bound iff D > 2C/W for any B.
     """
     positive(B=B, D=D, F=F)
-    if chips != 2:
-        raise ValueError(f"chips = {chips}: only two swap their sums\n  fix: for more use scaling.cost.all_reduce")
-    return Roofline(2 * B * D * F / chips, dtype_bytes(dtype) * B * F, C, W)
+    return Roofline(2 * B * D * F / 2, dtype_bytes(dtype) * B * F, C, W)
 
 
 def mfu(flops: float, seconds: float, chips: float, C: float) -> float:

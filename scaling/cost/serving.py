@@ -166,12 +166,12 @@ def slices(chip: Chip, most: int = 4096) -> list[tuple[int, ...]]:
     return found
 
 
-def smallest_slice(nbytes: float, chip: Chip, headroom: float = 1.0) -> tuple[int, ...]:
+def smallest_slice(nbytes: float, chip: Chip) -> tuple[int, ...]:
     """Return the smallest slice whose memory holds `nbytes` bytes (Part 8, "What's the LLaMA Serving Story?")."""
-    positive(nbytes=nbytes, headroom=headroom)
+    positive(nbytes=nbytes)
     shapes = slices(chip)
     for shape in shapes:
-        if math.prod(shape) * chip.need("hbm_bytes") * headroom >= nbytes:
+        if math.prod(shape) * chip.need("hbm_bytes") >= nbytes:
             return shape
     raise ValueError(
         f"{nbytes:.3g} bytes fit no slice of {chip.name}: the largest is {'x'.join(map(str, shapes[-1]))}"
@@ -179,10 +179,10 @@ def smallest_slice(nbytes: float, chip: Chip, headroom: float = 1.0) -> tuple[in
     )
 
 
-def largest_batch(load: Load, context: float, chip: Chip, chips: int, headroom: float = 1.0, copies: float = 1) -> int:
+def largest_batch(load: Load, context: float, chip: Chip, chips: int, headroom: float = 1.0) -> int:
     """Return the most sequences of this context whose caches fit with the sharded weights; 0 if weights do not fit."""
     room = headroom * chips * chip.need("hbm_bytes") - load.weights
-    return max(0, math.floor(room / (copies * load.kv(context))))
+    return max(0, math.floor(room / load.kv(context)))
 
 
 # --- Curves ------------------------------------------------------------------------------------------------------
@@ -197,11 +197,9 @@ def pareto(points: Iterable[Point], low: Callable[[Point], float], high: Callabl
     return kept
 
 
-def curve(
-    load: Load, batches: Sequence[int], context: float, chip: Chip, chips: int, compute="bf16"
-) -> list[DecodeStep]:
+def curve(load: Load, batches: Sequence[int], context: float, chip: Chip, chips: int) -> list[DecodeStep]:
     """Return each batch's step: latency against throughput (Part 8, "Visualizing the Latency Throughput Tradeoff")."""
-    return [step(load, batch, context, chip, chips, compute) for batch in batches]
+    return [step(load, batch, context, chip, chips) for batch in batches]
 
 
 # --- Prefill and generation together -----------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def places_of(specs: dict, slots: Sequence[int], mesh) -> range:
     return range(mine.start, mine.stop)
 
 
-def config_of_params(params: dict, name: str = "params") -> Config:
+def config_of_params(params: dict) -> Config:
     """Return a Config with the sizes of these params, and defaults for everything that shapes do not determine."""
     layers = params["layers"]
     if "router" in layers:
@@ -92,4 +92,4 @@ def config_of_params(params: dict, name: str = "params") -> Config:
     K, F = layers["W_K"].shape[2], layers["W_in"].shape[-1]
     has: dict[str, Any] = {"gated": "W_gate" in layers, "tied": "unembed" not in params}
     has |= {"attention_bias": "b_Q" in layers, "output_bias": "b_O" in layers, "qk_norm": "norm_Q" in layers}
-    return Config(name, L, D, F, N, K, H, V, **has)
+    return Config("params", L, D, F, N, K, H, V, **has)

@@ -111,18 +111,16 @@ def _split_over(mesh, *specs) -> tuple[str, ...]:
     return tuple(format_axes([axis for axis in mesh_sizes(mesh) if axis in axes]) for axes in split)
 
 
-def loss_scaled(
-    rule: Optimizer, first: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
-) -> Optimizer:
+def loss_scaled(rule: Optimizer, first: float = 2.0**16, interval: int = 2000) -> Optimizer:
     """Add a loss scale to the state of `rule`: "scale", in float32, and "good", the number of good steps with it.
+
+    The scale is doubled after `interval` good steps, and halved by a step whose gradients are not finite.
 
     The new `update` takes gradients that are already divided by the scale, and `finite`: whether the gradients of all
     ranks are finite, which must be equal on every rank. If they are not, params and the rule's state do not change.
     """
     whole(interval=interval)
     check_within("first", first, "(0, inf)")
-    check_within("growth", growth, "(1, inf)")
-    check_within("backoff", backoff, "(0, 1)")
     if not isinstance(rule, Optimizer):
         raise ValueError(f"loss_scaled({type(rule).__name__})\n  fix: give an optimizer, such as adamw(1e-3)")
 
@@ -137,9 +135,9 @@ def loss_scaled(
             raise ValueError(f"the state holds {list(state)}, and no scale\n  fix: make it by this optimizer's init")
         scale, good = state["scale"], state["good"] + 1
         if not finite:
-            return params, state | {"scale": scale * backoff, "good": torch.zeros_like(good)}
+            return params, state | {"scale": scale / 2, "good": torch.zeros_like(good)}
         if int(good) == interval:
-            scale, good = scale * growth, torch.zeros_like(good)
+            scale, good = scale * 2, torch.zeros_like(good)
         inner = {name: part for name, part in state.items() if name not in ("scale", "good")}
         params, inner = rule.update(grads, inner, params, **options)
         return params, inner | {"scale": scale, "good": good}

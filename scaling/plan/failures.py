@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from scaling.common.arguments import not_negative, positive, whole
 
 HOUR = 3600.0
+REPAIR = 24 * HOUR  # until a host that failed is back
 STORAGE = 2e12 / 16_384  # bytes/s that storage takes from a chip: Llama 3's 2 TB/s, arXiv:2407.21783, section 3.3.1
 ENOUGH = 0.99  # the probability that the spare hosts are enough
 PUBLISHED = (  # (run, chips, hours, interruptions, source)
@@ -75,8 +76,8 @@ def save_seconds(nbytes: float) -> float:
 
 
 def of_job(
-    chips: int, save: float, mtbf_hours: float = MTBF, restart: float = 600.0, host_chips: int = 8,
-    repair_hours: float = 24.0, interval: float | None = None,
+    chips: int, save: float, mtbf_hours: float = MTBF, restart: float = 600.0,
+    interval: float | None = None,
 ) -> Failures:  # fmt: skip
     """Return what failures cost a job.
 
@@ -85,15 +86,13 @@ def of_job(
         save: Seconds for which a save stops the run.
         mtbf_hours: Hours between failures of one chip, with its share of host and network.
         restart: Seconds from a failure until the run computes again.
-        host_chips: Chips that leave the job together.
-        repair_hours: Hours until a host that failed is back.
         interval: Seconds between saves; Daly's if none is given.
     """
-    whole(chips=chips, host_chips=host_chips)
+    whole(chips=chips)
     positive(save=save, mtbf_hours=mtbf_hours)
-    not_negative(restart=restart, repair_hours=repair_hours)
+    not_negative(restart=restart)
     mtbf = HOUR * mtbf_hours / chips
-    away = repair_hours * HOUR / mtbf  # hosts in repair, on average
+    away = REPAIR / mtbf  # hosts in repair, on average
     return Failures(chips, mtbf, save, restart, interval or daly(save, mtbf), spare_hosts(away))
 
 

@@ -207,7 +207,7 @@ class _Layer:
         yield from scattered
 
 
-def layer_chart(passes: tuple[Pass, ...], width: int = 84) -> str:
+def layer_chart(passes: tuple[Pass, ...]) -> str:
     """Return the passes as text: a row for each lane, time to the right, dots where nothing runs."""
     lines = []
     for part in passes:
@@ -215,7 +215,7 @@ def layer_chart(passes: tuple[Pass, ...], width: int = 84) -> str:
         drawn = [replace(bar, row=f"  {bar.row:7}", label=f"|{bar.label}") for bar in part.in_rows]
         lines += [
             f"{part.name}: {1e3 * part.seconds:.3g} ms a layer and microbatch",
-            bars.text(drawn, width, part.seconds),
+            bars.text(drawn, 84, part.seconds),
         ]
         lines.append(f"  behind computing: {shares or 'nothing is sent'}")
     return "\n".join(lines)

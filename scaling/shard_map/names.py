@@ -29,42 +29,40 @@ NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16)  # dtypes whose sums
 bound_here: ContextVar[Bound] = ContextVar("the mesh of the shard_map under way")
 
 
-def psum(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
+def psum(x: Any, axis_name: AxisNames) -> Any:
     """Sum over the devices along the axes: varying or unreduced -> invariant. Transposes to pvary."""
-    return _combined("psum", reducible, x, axis_name, axis_index_groups)
+    return _combined("psum", reducible, x, axis_name)
 
 
-def pmean(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
+def pmean(x: Any, axis_name: AxisNames) -> Any:
     """Average over the devices along the axes: a psum, divided by their number."""
-    bound, axes = here("pmean", axis_name, axis_index_groups)
+    bound, axes = here("pmean", axis_name)
     wide = each(lambda leaf: leaf.to(torch.int32) if leaf.dtype in NARROW else leaf, x)
     return each(lambda leaf: leaf / bound.mesh.size(axes), psum(wide, axis_name))
 
 
-def pmax(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
+def pmax(x: Any, axis_name: AxisNames) -> Any:
     """Take the greatest of the devices' elements: varying -> invariant. It has no derivative, as in JAX."""
-    return _combined("pmax", comparable, x, axis_name, axis_index_groups)
+    return _combined("pmax", comparable, x, axis_name)
 
 
-def pmin(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
+def pmin(x: Any, axis_name: AxisNames) -> Any:
     """Take the least of the devices' elements: varying -> invariant. It has no derivative, as in JAX."""
-    return _combined("pmin", comparable, x, axis_name, axis_index_groups)
+    return _combined("pmin", comparable, x, axis_name)
 
 
-def _combined(kind: str, ready, x: Any, axis_name: AxisNames, axis_index_groups) -> Any:
+def _combined(kind: str, ready, x: Any, axis_name: AxisNames) -> Any:
     """Combine the values of all devices along the axes into one; `ready` prepares each leaf of x, or refuses it."""
-    bound, axes = here(kind, axis_name, axis_index_groups)
+    bound, axes = here(kind, axis_name)
     return each(lambda leaf: collected(ready(kind, leaf, axes, bound), bound, Call(kind, axes)), x) if axes else x
 
 
-def psum_scatter(
-    x: Any, axis_name: AxisNames, *, scatter_dimension: int = 0, axis_index_groups=None, tiled: bool = False
-) -> Any:
+def psum_scatter(x: Any, axis_name: AxisNames, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
     """Sum over the devices, and keep one block of `scatter_dimension` on each: varying or unreduced -> varying.
 
     Without `tiled` the dim has the size of the axes, and is dropped. Transposes to all_gather.
     """
-    bound, axes = here("psum_scatter", axis_name, axis_index_groups)
+    bound, axes = here("psum_scatter", axis_name)
 
     def of(leaf: Tensor) -> Tensor:
         dim = check_dim("psum_scatter", scatter_dimension, leaf.dim())
@@ -75,16 +73,14 @@ def psum_scatter(
     return each(of, x) if axes else x
 
 
-def all_gather(
-    x: Any, axis_name: AxisNames, *, axis_index_groups=None, axis: int = 0, tiled: bool = False, to: str = "varying"
-) -> Any:
+def all_gather(x: Any, axis_name: AxisNames, *, axis: int = 0, tiled: bool = False, to: str = "varying") -> Any:
     """Gather all devices' x, concatenated in dim `axis` (`tiled`), or stacked in a new dim there.
 
     All devices hold equal values, and `to` says how these are typed, as in JAX. The transpose follows from it: for
     "varying" it is psum_scatter, for "invarying" each device's slice, and for "reduced" the psum_scatter of unreduced
     cotangents.
     """
-    bound, axes = here("all_gather", axis_name, axis_index_groups)
+    bound, axes = here("all_gather", axis_name)
     if to not in ("varying", "invarying", "reduced"):
         rule = "the result is typed varying, invarying or reduced"
         raise ShardingError(f"all_gather(to={to!r})\n  rule: {rule}\n  fix: give one of these")
@@ -105,15 +101,13 @@ def all_gather(
     return each(of, x) if axes else x
 
 
-def all_to_all(
-    x: Any, axis_name: AxisNames, split_axis: int, concat_axis: int, *, axis_index_groups=None, tiled: bool = False
-) -> Any:
+def all_to_all(x: Any, axis_name: AxisNames, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Any:
     """Send block j of dim `split_axis` to device j, and concatenate the received blocks in dim `concat_axis`.
 
     Without `tiled`, `split_axis` has the size of the axes and is dropped, and a new dim is inserted at `concat_axis`.
     varying -> varying. The transpose sends everything back.
     """
-    bound, axes = here("all_to_all", axis_name, axis_index_groups)
+    bound, axes = here("all_to_all", axis_name)
 
     def of(leaf: Tensor) -> Tensor:
         cut, put = check_dim("all_to_all", split_axis, leaf.dim()), check_dim("all_to_all", concat_axis, leaf.dim())
@@ -131,7 +125,7 @@ def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> A
 
     A device that receives nothing has zeros. As in JAX, the mesh's first axis is the major one, however they are named.
     """
-    bound, axes = here("ppermute", axis_name, None)
+    bound, axes = here("ppermute", axis_name)
     axes = tuple(axis for axis in bound.mesh.sizes if axis in axes)
     n, pairs = bound.mesh.size(axes), pairs_of("ppermute", perm)
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
@@ -146,13 +140,13 @@ def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> A
 
 def axis_index(axis_name: AxisNames) -> Tensor:
     """Return this device's index along the axes, the first axis the major one: int64[], varying over them."""
-    bound, axes = here("axis_index", axis_name, None)
+    bound, axes = here("axis_index", axis_name)
     return index_of([bound.places[list(bound.mesh.sizes).index(a)] for a in axes], [bound.mesh.sizes[a] for a in axes])
 
 
 def axis_size(axis_name: AxisNames) -> int:
     """Return the number of devices along the axes."""
-    bound, axes = here("axis_size", axis_name, None)
+    bound, axes = here("axis_size", axis_name)
     return math.prod(bound.mesh.sizes[axis] for axis in axes)
 
 
@@ -166,7 +160,7 @@ def pcast(x: Any, axis_name: AxisNames, *, to: str) -> Any:
 
     The first two transpose to psum (of an unreduced cotangent for the second), the last two to each other.
     """
-    bound, axes = here("pcast", axis_name, None)
+    bound, axes = here("pcast", axis_name)
 
     def of(leaf: Tensor) -> Tensor:
         found, kinds = marks(leaf), {kind_over(leaf, axis, bound) for axis in axes}
@@ -191,7 +185,7 @@ def kind_over(x: Tensor, axis: str, bound: Bound) -> str:
 
 def vma(x: Tensor) -> frozenset[str]:
     """Return the mesh axes over which x varies: JAX's `typeof(x).vma`."""
-    return varying(x, here("vma", (), None)[0]) - marks(x).axes
+    return varying(x, here("vma", ())[0]) - marks(x).axes
 
 
 def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_size: int, axis: int = 0) -> Tensor:
@@ -209,7 +203,7 @@ def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_siz
     return operand.index_select(axis, start + torch.arange(slice_size, device=operand.device))
 
 
-def here(name: str, axis_name: AxisNames, groups) -> tuple[Bound, tuple[str, ...]]:
+def here(name: str, axis_name: AxisNames) -> tuple[Bound, tuple[str, ...]]:
     """Return the mesh bound for the running call, and the axes that the caller names."""
     bound = bound_here.get(None)
     if bound is None:
@@ -221,11 +215,6 @@ def here(name: str, axis_name: AxisNames, groups) -> tuple[Bound, tuple[str, ...
         raise ShardingError(f"{name}: unknown mesh axis {unknown[0]}: the mesh has {has}\n  fix: name axes of the mesh")
     if len({*axes}) < len(axes):
         raise ShardingError(f"{name} over {', '.join(axes)}\n  rule: an axis is named once\n  fix: leave one out")
-    if groups is not None:
-        raise ShardingError(
-            f"{name}(axis_index_groups=...)\n  rule: a group is all devices along mesh axes; with checked types JAX "
-            "refuses others too\n  fix: split the axis in two in the mesh"
-        )
     return bound, axes
 
 

@@ -79,9 +79,9 @@ def schedule_svg(*timelines: Timeline, unit: str = "") -> str:
     return svg.time_lines([(summary(each, unit), bars_of(each)) for each in timelines], COLOURS, unit)
 
 
-def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> None:
+def save_schedule(file: str | Path, *timelines: Timeline) -> None:
     """Draw timelines below each other into a file.svg."""
-    Path(file).write_text(schedule_svg(*timelines, unit=unit), encoding="utf-8")
+    Path(file).write_text(schedule_svg(*timelines), encoding="utf-8")
 
 
 def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:

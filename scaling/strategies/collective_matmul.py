@@ -18,7 +18,7 @@ the busiest link carries are
 Autograd differentiates the loops: the cotangent of a hop is the hop back. `log` is a `rings.LinkBytes` that counts.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import cast
 
 import torch
@@ -87,10 +87,9 @@ def mlp(
     mesh,
     axis: str = "Y",
     *,
-    activation: Callable[[Tensor], Tensor] = F.gelu,
     ways: int = 2,
     log: LinkBytes | None = None,
 ) -> Tensor:
-    """In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y], with an activation between the products."""
+    """In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y], with gelu between the products."""
     Tmp = gather_matmul(In, W_in, mesh, axis, ways=ways, log=log)
-    return matmul_scatter(activation(Tmp), W_out, mesh, axis, ways=ways, log=log)
+    return matmul_scatter(F.gelu(Tmp), W_out, mesh, axis, ways=ways, log=log)

@@ -47,7 +47,6 @@ REFUSED = {  # what is said: what is asked for
     "intensity = -1": lambda: cost.attainable(-1, C, W),
     "tiles (100, 128, 32) do not divide (256, 512, 128)":
         lambda: cost.tiled_matmul(256, 512, 128, (100, 128, 32), C, W),
-    "chips = 3": lambda: cost.split_contraction(1, 1, 1, C, W, chips=3),
     "zero = 4": lambda: cost.training_memory(1e9, zero=4),
     "activations = -1": lambda: cost.training_memory(1e9, activations=-1),
     "mfu": lambda: cost.seconds_at(1, 1, C, 1.5),

@@ -77,7 +77,6 @@ OPTIONS = [  # what makes it, an option, and what it is not: the error names the
     (CLIP, "eps", (-9.0,)),
     (LOSS_SCALED, "first", (INF,)),
     (LOSS_SCALED, "interval", (1.5, 0)),
-    (LOSS_SCALED, "backoff", (1.5,)),
     (partial(updated, SCALED), "finite", ("no", None, W)),
     (lambda mask: updated(ADAMW(mask=mask)), "mask", (*({"w": m, "b": True} for m in ("no", 2, W, None)), {"w": True})),
     (lambda lr: updated(ADAMW(lr=lambda _: lr)), "lr", NO_RATE),
