@@ -250,7 +250,7 @@ def interpret(
                     dIns[s, m], rest[s, m] = stage.backward_input(chunks[s], dOuts.pop((s, m)), saved.pop((s, m)), mesh)
                     if s > 0 and placement[s - 1] == rank:
                         dOuts[s - 1, m] = dIns.pop((s, m))
-                    elif s == 0 and head is None:
+                    elif s == 0 and (head is None or dIns[s, m] is None):
                         del dIns[s, m]
                 case SendGrad(s, m):
                     channels.send(instruction, dIns.pop((s, m)))

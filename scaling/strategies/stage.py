@@ -20,7 +20,8 @@ class Stage(NamedTuple):
     """The functions that the executor (`scaling.strategies.pipeline`) calls; all of one chunk's layers.
 
     forward(chunk, In, mesh, m) -> (Out, saved)                 of microbatch m
-    backward_input(chunk, dOut, saved, mesh) -> (dIn, rest)     saved is used up
+    backward_input(chunk, dOut, saved, mesh) -> (dIn, rest)     saved is used up; dIn is None from a first stage
+                                                   that makes its input itself, as an embedding
     backward_weight(chunk, rests, mesh) -> None    adds the gradients from the rests of one or several microbatches
                                                    to the chunk's
     prepare(params, mesh, s, out) -> chunk         once a step, before the first microbatch: the engine of virtual stage

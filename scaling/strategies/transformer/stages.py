@@ -39,14 +39,19 @@ from scaling.strategies.transformer.step import TrainStep, at_home
 from scaling.strategies.transformer.types import layers_of
 
 
-def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, list[Tensor], list[Tensor]]:
-    """Return the stage for `scaling.strategies.pipeline`, and two lists that its run fills.
+def stage_of(
+    step: TrainStep, batch: LocalBatch, dense: Any, ends: Mapping[str, Tensor]
+) -> tuple[Stage, list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Return the stage for `scaling.strategies.pipeline`, and three collections that its run fills.
 
-    The lists are the layers' extra terms, and the gradients of the `dense` layers on the stage that runs them. The vjp
-    of a layer returns dx and dW together, so the weight half of a backward has nothing left to do.
+    They are the layers' extra terms, the gradients of the `dense` layers on the stage that runs them, and the gradients
+    of the embedding on the first stage. The vjp of a layer returns dx and dW together, so the weight half of a backward
+    has nothing left to do. The first stage embeds each microbatch when its forward begins, so it never holds x or dx of
+    the whole batch.
     """
-    contexts, ranges = batch.contexts, layers_of(step.config, step.schedule)
-    extras, of_dense, M = [], [], len(batch.contexts)
+    config, contexts, ranges = step.config, batch.contexts, layers_of(step.config, step.schedule)
+    extras, of_dense, embedding, M = [], [], {}, len(batch.contexts)
+    tokens = batch.tokens.chunk(M)
 
     def prepare(params, mesh, s, out):
         tree.map(Tensor.zero_, out)
@@ -54,13 +59,25 @@ def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, lis
         out = [stack[:count] for stack in tree.leaves(out)]
         return LayerStack(step, {"dense": dense} | params, first=first, count=count, out=out, late=True)
 
+    def embeds(chunk) -> bool:
+        return chunk.first == config.dense_layers
+
     def forward(chunk, In, mesh, m):
+        if embeds(chunk):
+            In = embed(ends, tokens[m], contexts[m].learned, mesh, config)
         Out, extra, kept = chunk.run_forward(In, contexts[m])
         extras.append(extra / M)
-        return Out, (kept, contexts[m])
+        return Out, (kept, m)
 
     def backward_input(chunk, dOut, saved, mesh):
-        return chunk.run_backward(dOut, *saved, step.options.scale / M), None
+        kept, m = saved
+        dx = chunk.run_backward(dOut, kept, contexts[m], step.options.scale / M)
+        if not embeds(chunk):
+            return dx, None
+        if step.options.lora is None:
+            dW = embed_backward(dx, tokens[m], contexts[m].learned, len(ends["embed"]), mesh, config)
+            add_by_name(embedding, dW, step.sums)
+        return None, None
 
     def finish(chunk):
         for grad, g in zip(chunk.engine.grads, chunk.reduced_gradients(), strict=True):
@@ -70,22 +87,18 @@ def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, lis
 
     stream = str(present(ROWS, step.mesh))
     stage = Stage({"In": stream, "Out": stream}, forward, backward_input, lambda *_: None, prepare, finish)
-    return stage, extras, of_dense
+    return stage, extras, of_dense, embedding
 
 
 def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
     """Return the loss and the gradients by a pipeline's schedule over Z."""
     config, mesh, schedule = step.config, step.mesh, cast(Schedule, step.schedule)
     trained = "layers" if step.options.lora is None else "lora"
-    tokens, targets, weights, contexts = batch
-    places = torch.cat([at.learned for at in contexts]) if config.learned_positions else None
-    stage, extras, of_dense = stage_of(step, batch, params.get("dense"))
-    ends, first = stage_ends(params, step), schedule.placement[0] == mesh.coord["Z"]
-    if first:
-        x = embed(ends, tokens, places, mesh, config)
-    else:
-        rows = (len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
-        x = params["embed"].new_empty(()).expand(rows)  # only its shape is read: it takes no memory
+    tokens, targets, weights, _ = batch
+    ends = stage_ends(params, step)
+    stage, extras, of_dense, embedding = stage_of(step, batch, params.get("dense"), ends)
+    shape = len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D
+    x = params["embed"].new_empty(()).expand(shape)  # only its shape is read: it takes no memory
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def loss_of(ends, x, some):
@@ -105,10 +118,8 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     if trained == "lora":
         return loss, {"lora": grads.params}
     dends: dict[str, Any] = {**cast(dict, grads.head)}
-    if first:
-        found = embed_backward(grads.dIn, tokens, places, len(ends["embed"]), mesh, config)
-        add_by_name(dends, found, step.sums)
-    elif places is not None:  # its sum over Z is of all stages
+    add_by_name(dends, embedding, step.sums)
+    if config.learned_positions and not embedding:  # its sum over Z is of all stages
         dends["positions"] = torch.zeros_like(ends["positions"], dtype=step.sums)
     done: dict[str, Any] = ends_gradients(dends, params, step)
     if "dense" in params:  # the other stages' part of the sum over Z is zeros
