@@ -23,9 +23,9 @@ from scaling.strategies import transformer as strategy
 TRANSFORMERS = {
     "XY": "plain tied experts latent normed parallel sinks linear",
     "PX": "plain tied experts",
-    "CY": "plain capped linear",
+    "CY": "plain capped chunks linear",
     "ZX": "tied",
-    "EX": "experts sinks",
+    "EX": "experts sinks chunks",
 }
 SERVING = ("YZ", "heads"), ("YC", "heads"), ("YZ", "heads_batch"), ("YZ", "sequence"), ("XYZ", "2d"), ("EY", "experts")
 LAYERS = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY", "pods": "PXY", "zero": "X"}
@@ -59,6 +59,10 @@ def _config(kind: str) -> Any:
         "capped": config.with_(score_cap=50.0, sinks=True),
         "parallel": config.with_(norms="shared", parallel=True, centered=True, norm_bias=True, mlp_bias=True),
         "sinks": config.with_(E=2, k=1, sinks=True, expert_bias=True, clamp=7.0),
+        "chunks": config.with_(
+            window=(3, None), chunked=True, unrotated=(1,), qk_norm=True, qk_bare=True, query_growth=0.1, E=2, k=1,
+            routing="inputs", shared=1,
+        ),
         "linear": config.with_(window=None, head_gate=True, attention_bias=False, output_bias=False, linear=linear),
         "latent": config.with_(K=8, attention_bias=False, output_bias=False, latent=latent),
     }[kind]  # fmt: skip
@@ -83,7 +87,7 @@ def _transformer(kind: str, mesh: Any) -> None:
 
 def _serving(form: str, mesh: Any) -> None:
     """Compute the logits of a prompt and of a token after it."""
-    kinds = "experts sinks" if form == "experts" else "plain tied normed parallel capped"
+    kinds = "experts sinks chunks" if form == "experts" else "plain tied normed parallel capped"
     kinds += " linear" if form == "heads" and "C" not in mesh.sizes else ""
     for kind in (kinds if form in ("experts", "2d") else f"{kinds} latent").split():
         config = _config(kind).with_(E=4) if _config(kind).moe else _config(kind)

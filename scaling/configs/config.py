@@ -19,8 +19,9 @@ WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys(("aux_coef", "z_coef", "shared", "F_shared", "F_dense"), "[0, inf)"),
     **dict.fromkeys(("dropout", "attention_dropout", "embed_dropout"), "[0, 1)"),
     "learned_positions": "[0, 1e9]",
+    "growth_every": "[1, 1e9]",
     "rotary_share": "(0, 1]",
-    "routing": ("softmax", "sigmoid"),
+    "routing": ("softmax", "sigmoid", "inputs"),
     "norms": ("before", "after", "both", "shared"),
     "balance_by": ("batch", "sequence"),
     "activation": (None, *ACTIVATIONS),
@@ -33,27 +34,28 @@ class Config:
 
     A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that are
     always active, `F_shared` wide together (0: each as wide as the others). Its first `dense_layers` layers have a
-    dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral) or "sigmoid" (DeepSeek-V3). A token's k
-    weights are its scores times `routed_scale`, divided by their sum if `norm_topk`; its experts come from the best
-    `top_groups` of `expert_groups`. With a `capacity` an expert takes at most capacity * tokens * k / E tokens, rounded
-    up; None drops none. `aux_coef` and `z_coef` weigh the losses that balance the load and keep the logits small.
-    `balance_by` evens out the load over the whole "batch", or within each "sequence" (DeepSeek-V3); with
-    `balance_first` only the first of a token's k choices counts (Switch, GShard).
+    dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral), "sigmoid" (DeepSeek-V3), or "inputs",
+    sigmoids that multiply an expert's input and not its output (Llama 4). A token's k weights are its scores times
+    `routed_scale`, divided by their sum if `norm_topk`; its experts come from the best `top_groups` of `expert_groups`.
+    With a `capacity` an expert takes at most capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef`
+    and `z_coef` weigh the losses that balance the load and keep the logits small. `balance_by` evens out the load over
+    the whole "batch", or within each "sequence" (DeepSeek-V3); with `balance_first` only the first of a token's k
+    choices counts (Switch, GShard).
 
     Rotary positions have the base `theta`; norms have the epsilon `eps`. `attention_bias` adds b_Q, b_K, b_V to the
     projections, `output_bias` also b_O; `qk_norm` is an RMSNorm over the H of every query and key. With a `window` a
     query sees itself and the window - 1 tokens before it; it is one number, or one for each layer, where None sees all.
+    If windows are `chunked`, a text is cut into chunks of so many tokens, and a query sees its own chunk (Llama 4).
     `activation` is silu, gelu, gelu_tanh, relu, relu2, its square, or xielu, which has two learned numbers in each
-    layer (Apertus); None is silu with a gate and gelu without.
-    `dropout` is the share of elements that training drops from a block's output to the residual stream (GPT-2's
-    resid_pdrop); `attention_dropout`, that of attention's weights, and `embed_dropout`, that of embeddings, are not
-    computed, so a model with either is not trained. With `learned_positions` = n each of a text's first n places
-    has a vector that is added to the embedding (GPT-2), and longer texts are refused.
-    `cached` is the number of layers with cached keys and values, if others (`linear` ones) have none; None is all.
-    `dtype` is the stored parameters'. `uncomputed` names features that no code here computes; a model with any is only
-    counted. `source` is the origin of the numbers. `max_positions` is the longest text that the model was made for,
-    before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown. `model_type` is that of
-    the file which the model was read from, if its tensors differ from those in other classes.
+    layer (Apertus); None is silu with a gate and gelu without. `dropout` is the share of elements that training drops
+    from a block's output to the residual stream (GPT-2's resid_pdrop); `attention_dropout`, that of attention's
+    weights, and `embed_dropout`, that of embeddings, are not computed, so a model with either is not trained. With
+    `learned_positions` = n each of a text's first n places has a vector that is added to the embedding (GPT-2), and
+    longer texts are refused. `cached` is the number of layers with cached keys and values, if others (`linear` ones)
+    have none; None is all. `dtype` is the stored parameters'. `uncomputed` names features that no code here computes; a
+    model with any is only counted. `source` is the origin of the numbers. `max_positions` is the longest text that the
+    model was made for, before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown.
+    `model_type` is that of the file which the model was read from, if its tensors differ from those in other classes.
 
     Some families have more. With `unit_offset` norms multiply by 1 + their gain (Gemma). Embeddings are multiplied by
     `embed_scale`, a block's output to the residual stream by `residual_scale`, and scores by `score_scale`, where None
@@ -62,15 +64,17 @@ class Config:
     shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE). `expert_bias` adds biases to the router
     and to the experts' products, which are kept within `clamp` (GPT-OSS).
 
-    `norms` are "before" a block, on its input, "after" it, on its output to the stream (OLMo 2), or "both" (Gemma
-    2). A `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are
-    RMSNorm, or `centered` LayerNorm, with a bias if `norm_bias` and a gain if `norm_gain`. `mlp_bias` adds biases to
-    the MLP's products, `unembed_bias` to the logits. Elements of queries, keys and values are kept within `head_clip`
-    (OLMo). With `qk_wide`, `qk_norm` norms all heads of a token together (OLMo); with `qk_layernorm` it is LayerNorm,
-    with gains of each head (Command R+); with `qk_turned` it norms rotated queries and keys (Hunyuan). With a
-    `local_theta` layers with a window rotate by this base, without `rope_scaling` (Gemma 3). Scores and logits are kept
-    within `score_cap` and `logit_cap` by tanh (Gemma 2). With `sinks` each head has a score of a key without a value
-    (GPT-OSS). With `head_gate` a head's result is multiplied by a sigmoid of the token (Qwen3-Next).
+    `norms` are "before" a block, on its input, "after" it, on its output to the stream (OLMo 2), or "both" (Gemma 2). A
+    `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are RMSNorm,
+    or `centered` LayerNorm, with a bias if `norm_bias` and a gain if `norm_gain`. `mlp_bias` adds biases to the MLP's
+    products, `unembed_bias` to the logits. Elements of queries, keys and values are kept within `head_clip` (OLMo).
+    With `qk_wide`, `qk_norm` norms all heads of a token together (OLMo); with `qk_layernorm` it is LayerNorm, with
+    gains of each head (Command R+); with `qk_turned` it norms rotated queries and keys (Hunyuan), and with `qk_bare`
+    those of rotated layers, without gains (Llama 4). There `query_growth` multiplies a query of an unrotated layer by 1
+    + query_growth ln(1 + floor(n / growth_every)) if it is its text's nth. With a `local_theta` layers with a window
+    rotate by this base, without `rope_scaling` (Gemma 3). Scores and logits are kept within `score_cap` and `logit_cap`
+    by tanh (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS). With `head_gate` a head's
+    result is multiplied by a sigmoid of the token (Qwen3-Next).
     """
 
     name: str
@@ -122,7 +126,9 @@ class Config:
     qk_wide: bool = False
     qk_layernorm: bool = False
     qk_turned: bool = False
+    qk_bare: bool = False
     window: int | tuple[int | None, ...] | None = None
+    chunked: bool = False
     activation: str | None = None
     dropout: float = 0.0
     embed_dropout: float = 0.0
@@ -137,6 +143,8 @@ class Config:
     sinks: bool = False
     head_gate: bool = False
     unrotated: tuple[int, ...] = ()
+    query_growth: float = 0.0
+    growth_every: int = 8192
     cached: int | None = None
     uncomputed: tuple[str, ...] = ()
     latent: Latent | None = None

@@ -62,7 +62,7 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk")  # fields of a model with experts
 EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_gate")
 COUNTS = "sliding_window max_window_layers intermediate_size intermediate_size_mlp decoder_sparse_step"
-COUNTS += " query_pre_attn_scalar full_attention_interval"
+COUNTS += " query_pre_attn_scalar full_attention_interval attention_chunk_size floor_scale"
 LINEAR = {  # fields of Linear, and their keys in a file
     "keys": "linear_num_key_heads", "values": "linear_num_value_heads", "key": "linear_key_head_dim",
     "value": "linear_value_head_dim", "width": "linear_conv_kernel_dim",
@@ -71,11 +71,11 @@ COUNTS += " n_positions interleave_moe_layer_step max_position_embeddings no_rop
 DROPOUTS = ("embedding_dropout", "hidden_dropout")  # kinds of dropout that training does not compute
 TYPES: dict[str, type] = dict.fromkeys((*COUNTS.split(), *LATENT, *LINEAR.values()), int)
 TYPES |= dict.fromkeys(DROPOUTS, float)
-TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "swiglu_alpha"), float)
+TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "swiglu_alpha", "attn_scale"), float)
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "mlp_layer_types", "moe_layers", "no_rope_layers"), list)
 BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention", "qk_layernorm")
-BOOLS += ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+BOOLS += ("attn_temperature_tuning", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention")
 TYPES |= dict.fromkeys(BOOLS, bool)
 NULL = (
     "num_key_value_heads",
@@ -88,6 +88,7 @@ NULL = (
 ALPHA = 1.702  # of GPT-OSS's gate, the only one that is computed
 PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
+CHUNKS = {"full_attention", "chunked_attention"}  # those of a class with chunks
 LINEAR_TYPES = {"linear_attention", "full_attention"}  # the types that are computed in a class with linear layers
 ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
 
@@ -130,6 +131,8 @@ def read_config(table: dict) -> dict:
         found.setdefault("F", 4 * found["D"])
     found |= {"unrotated": _unrotated(read, L)} if known and "no_rope_layers" in read else {}
     found |= _scales(read)
+    if read.get("attn_temperature_tuning") and read["attn_scale"]:
+        found |= {"query_growth": float(read["attn_scale"]), "growth_every": read["floor_scale"]}
     found |= {"linear": _linear(read, L)} if known and "linear_num_key_heads" in read else {}
     found |= {"window": _window(table, read, name or "", found, kind), "cached": _cached(read, known, L)}
     if kind.still_full and read["sliding_window"] is not None:
@@ -233,7 +236,9 @@ def _unrotated(read: dict, L: int) -> tuple[int, ...]:
 
 def _window(table: dict, read: dict, name: str, found: dict, kind: ModelType) -> int | tuple | None:
     """Return the window of all layers, or of each. ValueError if layer_types contradicts the other keys."""
-    width, types, L = read.get("sliding_window"), read.get("layer_types"), found.get("L", 0)
+    chunks = "attention_chunk_size" in kind.keys
+    width = read["attention_chunk_size"] if chunks else read.get("sliding_window")
+    types, L = read.get("layer_types"), found.get("L", 0)
     if (kind.gated_window or name.startswith("qwen")) and not read.get("use_sliding_window"):
         width = None
     if types is None:
@@ -243,13 +248,17 @@ def _window(table: dict, read: dict, name: str, found: dict, kind: ModelType) ->
         slides = [i >= first and not (pattern and (i + 1) % pattern == 0) for i in range(L)]
         slides = [i in found["unrotated"] for i in range(L)] if name == "smollm3" else slides
         slides = [i % 2 == 0 and i < first for i in range(L)] if name == "qwen2_moe" else slides
+        slides = [i not in found["unrotated"] for i in range(L)] if chunks else slides
     elif len(types) != L:
         raise ValueError(f"layer_types has {len(types)} entries for {L} layers\n  fix: give one for each layer")
     else:
-        slides = [each == "sliding_attention" for each in types]
+        slides = [each == ("chunked_attention" if chunks else "sliding_attention") for each in types]
         if any(slides) and width is None and kind.architecture:
             what = "layer_types has sliding_attention, and no window is given"
-            raise ValueError(f"{what}\n  fix: give sliding_window, and to Qwen and SmolLM3 use_sliding_window: true")
+            fix = "give sliding_window, and to Qwen and SmolLM3 use_sliding_window: true"
+            if chunks:
+                what, fix = "layer_types has chunked_attention, and no chunk is given", "give attention_chunk_size"
+            raise ValueError(f"{what}\n  fix: {fix}")
     windows = tuple(width if each else None for each in slides)
     return windows[0] if windows and len(set(windows)) == 1 else windows
 
@@ -300,6 +309,7 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
             [] if table.get("head_dim") in (None, wide) else [f"head_dim {table['head_dim']} beside D / N = {wide}"]
         )
     allowed = LINEAR_TYPES if kind.architecture and "linear_num_key_heads" in kind.keys else SLIDES
+    allowed = CHUNKS if "attention_chunk_size" in kind.keys else allowed
     strange = sorted({*map(str, read.get("layer_types") or ())} - allowed)
     found += [f"layer_types {strange[0]!r}"] if strange else []
     found += [] if table.get("is_causal", True) else ["is_causal false"]

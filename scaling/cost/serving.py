@@ -31,7 +31,7 @@ class Load:
         weights: Bytes of all stored params.
         params: The number of params that a token is multiplied with.
         kv_token: Bytes of keys and values that each token of context adds in the layers without a window.
-        local: (window, bytes per token) of the layers with a window.
+        local: (window, bytes per token) of the layers with a window, or with chunks, whose first tokens see fewer.
         kv_flops: FLOPs of attention for each byte of cache, 2G / bytes of an element.
         lookup: Bytes of the embedding, from which a step takes a row per token.
         experts: Bytes of the routed experts within `weights`.
@@ -73,8 +73,9 @@ def load(config: Config, weights="bf16", kv="bf16") -> Load:
     layers: dict[int, float] = {}
     if config.linear:  # a state has its full size from the first token on
         layers[1] = len(config.linear.layers) * tm.state_bytes(config, "bf16")
-    per_layer = tm.kv_cache_bytes(config.with_(L=1, window=None, dense_layers=0, cached=None, linear=None), 1, kv)
-    for window in config.windows if config.cached is None else (None,) * config.cached:
+    windows = config.windows if config.cached is None else (None,) * config.cached
+    per_layer = tm.kv_cache_bytes(config, 1, kv) / max(1, len(windows))
+    for window in windows:
         layers[window or 0] = layers.get(window or 0, 0.0) + per_layer
     latent, size = config.latent, dtype_bytes(kv)
     flops = 2 * config.G / size  # 4NH FLOPs for 2KH elements

@@ -87,7 +87,7 @@ def state_bytes(config: Config, dtype: Any = "bf16") -> float:
 
 def _head_gains(config: Config) -> int:
     heads = config.N + config.K if config.qk_wide or config.qk_layernorm else 2
-    return heads * config.H * config.qk_norm
+    return heads * config.H * (config.qk_norm and not config.qk_bare)
 
 
 def params(config: Config, active: bool = False) -> dict[str, int]:
@@ -125,14 +125,21 @@ def num_params(config: Config, active: bool = False) -> int:
 # --- FLOPs -------------------------------------------------------------------------------------------------------
 
 
-def visible_pairs(T: int, S: int, window: int | None = None) -> int:
+def visible_pairs(T: int, S: int, window: int | None = None, chunked: bool = False) -> int:
     """Count the (query, key) pairs of the last T of S tokens: TS - T(T-1)/2, or fewer with a `window`.
 
-    Each query attends to itself and to the tokens before it, at most `window` keys in all.
+    Each query attends to itself and to the tokens before it, at most `window` keys in all, or those of its chunk.
     """
+    if chunked and window:
+        return _chunk_pairs(S, window) - _chunk_pairs(S - T, window)
     hidden = max(0, S - window) if window else 0  # keys hidden from the last query; one less from the one before
     some = min(T, hidden)
     return T * S - T * (T - 1) // 2 - some * hidden + some * (some - 1) // 2
+
+
+def _chunk_pairs(S: int, chunk: int) -> int:
+    whole, rest = divmod(S, chunk)
+    return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
 
 
 def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: bool = False) -> dict[str, int]:
@@ -146,7 +153,7 @@ def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: 
     if causal and S < T:
         raise ValueError(f"causal attention of T={T} tokens needs at least as many keys, got S={S}\n  fix: give S >= T")
     windows = [config.windows[l] for l in config.attending]
-    pairs = sum(visible_pairs(T, S, window) if causal else T * S for window in windows)
+    pairs = sum(visible_pairs(T, S, window, config.chunked) if causal else T * S for window in windows)
     linear = config.linear  # a token decays a state, reads it twice and writes to it
     rule = 6 * len(linear.layers) * linear.values * linear.key * linear.value if linear else 0
     head = config.latent.nope + config.latent.rope + config.latent.value if config.latent else 2 * config.H

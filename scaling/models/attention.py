@@ -7,6 +7,7 @@ its own (Part 4, Appendix A).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,27 @@ def _ungrouped(O: Tensor) -> Tensor:
     return O.movedim(3, 1).flatten(2, 3)
 
 
-def visible(queries: Tensor, keys: Tensor, window: int | None = None, query_ids=None, key_ids: Any = None) -> Tensor:
+def first_seen(place: Any, window: int, chunked: bool) -> Any:
+    """Return the place of the first key that a query at `place` sees; in a window it may be negative."""
+    return place - place % window if chunked else place - window + 1
+
+
+def within_chunks(
+    attend: Callable, length: int, at: Tensor, places: Tensor, Q, K, V, *, window=None, **given
+) -> Tensor:
+    """Attend within chunks of `window` tokens, which are documents to `attend`; with a window of None, to all.
+
+    The tokens are at[T_C] of a sequence of `length`, and places[B, T_C] or [T_C] of their documents, which are cut into
+    chunks one by one. Scores of other chunks are computed and masked.
+    """
+    if window is not None and window < length:
+        given["segments"] = (at - places % window).expand(len(Q), -1)  # each chunk is named by its first token
+    return attend(Q, K, V, **given)
+
+
+def visible(
+    queries: Tensor, keys: Tensor, window: int | None = None, query_ids=None, key_ids: Any = None, chunked: bool = False
+) -> Tensor:
     """visible[T, S], or [B, T, S] with ids: which keys each query sees.
 
     queries[T] and keys[S] are positions in the whole sequence, in any order; [B, T] and [B, 1, S] if they differ by
@@ -37,7 +58,7 @@ def visible(queries: Tensor, keys: Tensor, window: int | None = None, query_ids=
     """
     seen = queries[..., None] >= keys
     if window is not None:
-        seen = seen & (queries[..., None] - keys < window)
+        seen = seen & (keys >= first_seen(queries, window, chunked)[..., None])
     return seen if query_ids is None else seen & (query_ids[:, :, None] == key_ids[:, None, :])
 
 

@@ -36,6 +36,7 @@ RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replace
         "model.norm": "transformer.ln_f", "model.layers": "transformer.h", "input_layernorm": "ln_1",
         "post_attention_layernorm": "ln_2",
     },
+    "llama4_text": {"mlp.gate.": "feed_forward.router.", "mlp.": "feed_forward.", "shared_experts": "shared_expert"},
     "granitemoe": {"mlp.gate.weight": "block_sparse_moe.router.layer.weight"},
 }  # fmt: skip
 
@@ -96,6 +97,11 @@ JOINED: dict[str, dict[str, Row]] = {
         "mlp.experts.{E}.up_proj.bias": ("mlp.experts.gate_up_proj_bias", "E, F*", "2: 1"),
         "mlp.experts.{E}.down_proj.bias": ("mlp.experts.down_proj_bias", "E, D", ""),
     },
+    "llama4_text": {
+        "mlp.experts.{E}.gate_proj.weight": ("feed_forward.experts.gate_up_proj", "E, D, *F", "2: 0"),
+        "mlp.experts.{E}.up_proj.weight": ("feed_forward.experts.gate_up_proj", "E, D, *F", "2: 1"),
+        "mlp.experts.{E}.down_proj.weight": ("feed_forward.experts.down_proj", "E, F, D", ""),
+    },
     "granitemoe": {
         "mlp.experts.{E}.gate_proj": ("block_sparse_moe.input_linear", "E, *F, D", "2: 0"),
         "mlp.experts.{E}.up_proj": ("block_sparse_moe.input_linear", "E, *F, D", "2: 1"),
@@ -103,7 +109,15 @@ JOINED: dict[str, dict[str, Row]] = {
     },
 }
 
-PAIRED = ("ernie4_5", "helium", "glm", "glm4", "cohere", "cohere2")  # whose rotary planes have neighbouring coordinates
+PAIRED = (
+    "ernie4_5",
+    "helium",
+    "glm",
+    "glm4",
+    "cohere",
+    "cohere2",
+    "llama4_text",
+)  # whose rotary planes have neighbouring coordinates
 TURNED = ("W_Q", "W_K", "b_Q", "b_K", "norm_Q", "norm_K")  # leaves[.., H] whose H positions turn
 
 

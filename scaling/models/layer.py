@@ -68,7 +68,7 @@ class Context(NamedTuple):
     Attributes:
         config: The model.
         mesh: The mesh.
-        rope: (cos, sin) of the positions of this rank's T_C tokens; before `of_layer`, a pair for each layer.
+        rope: The tables of this rank's T_C positions, as `turned_heads` takes them; before `of_layer`, of each layer.
         attend: attend(Q, K, V) -> O[B, T_C, N_Y, H] of one layer; before `of_layer`, it takes the layer's window, too.
         drop: drop(x, branch, layer=l): x[B_PXE, T_CY, D], which a branch is about to add to the stream, with some
             elements dropped.
@@ -120,12 +120,25 @@ def finish_heads(
     """
     Q, K, V = biased(Q, W, "b_Q"), biased(K, W, "b_K"), biased(V, W, "b_V")
     if at.config.qk_turned:
-        Q, K = rotate(Q, *at.rope), rotate(K, *at.rope)
+        Q, K = turned_heads(Q, K, at.rope, at.config)
     if "norm_Q" in W:
         Q, K = head_norm(Q, W["norm_Q"], at, rows), head_norm(K, W["norm_K"], at, rows)
     if (clip := at.config.head_clip) is not None:
         Q, K, V = Q.clamp(-clip, clip), K.clamp(-clip, clip), V.clamp(-clip, clip)
-    return (Q, K, V) if at.config.qk_turned else (rotate(Q, *at.rope), rotate(K, *at.rope), V)
+    return (Q, K, V) if at.config.qk_turned else (*turned_heads(Q, K, at.rope, at.config), V)
+
+
+def turned_heads(Q: Tensor, K: Tensor, rope: tuple, config: Config) -> tuple[Tensor, Tensor]:
+    """Return Q and K rotated by rope = (cos, sin), with `qk_bare` normed after it without gains.
+
+    rope = (cos, sin, grown) is of a layer without rotation that multiplies queries by grown[T_C] and norms none (Llama
+    4).
+    """
+    cos, sin, *grown = rope
+    Q, K = rotate(Q, cos, sin), rotate(K, cos, sin)
+    if grown:
+        return Q * grown[0][..., None, None], K
+    return (rms_norm(Q, eps=config.eps), rms_norm(K, eps=config.eps)) if config.qk_bare and config.qk_norm else (Q, K)
 
 
 def read_norms(W: dict) -> dict:

@@ -83,6 +83,10 @@ def _ranked(config: Config) -> bool:
     return config.latent is not None and config.latent.q_rank > 0
 
 
+def _gained_heads(config: Config) -> bool:
+    return config.qk_norm and not config.qk_bare
+
+
 def _xielu(config: Config) -> bool:
     return config.activation == "xielu"
 
@@ -110,8 +114,8 @@ LAYER = {
     "b_Q": Leaf("b_Q[L_Z, N_Y, H]", "b_Q[L, N_Y, H]", 0.0, _attention("q_proj.bias", "NH"), lambda c: c.attention_bias),
     "b_K": Leaf("b_K[L_Z, K_Y, H]", "b_K[L, K_Y, H]", 0.0, _attention("k_proj.bias", "KH"), lambda c: c.attention_bias),
     "b_V": Leaf("b_V[L_Z, K_Y, H]", "b_V[L, K_Y, H]", 0.0, _attention("v_proj.bias", "KH"), lambda c: c.attention_bias),
-    "norm_Q": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("q_norm.weight", "H"), lambda c: c.qk_norm),
-    "norm_K": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("k_norm.weight", "H"), lambda c: c.qk_norm),
+    "norm_Q": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("q_norm.weight", "H"), _gained_heads),
+    "norm_K": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("k_norm.weight", "H"), _gained_heads),
     "W_DQ": Leaf("W_DQ[L_Z, D_X, R]", "W_DQ[L, D_X, R]", "D", _attention("q_a_proj.weight", "R, D"), _ranked),
     "norm_CQ": Leaf("g[L_Z, R]", "g[L, R]", 1.0, _attention("q_a_layernorm.weight", "R"), _ranked),
     "W_UQ": Leaf(
@@ -276,7 +280,7 @@ def uncomputed(config: Config) -> list[str]:
     headed |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
     headed |= {"parallel blocks": config.parallel, "soft caps of scores": config.score_cap, "sinks": config.sinks}
     headed |= {"head_gate": config.head_gate, "unrotated layers": config.unrotated, "score_scale": config.score_scale}
-    headed |= {f"rotary_share={config.rotary_share}": config.rotary_share != 1}
+    headed |= {f"rotary_share={config.rotary_share}": config.rotary_share != 1, "chunks": config.chunked}
     found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
     apart = {"dense_layers": config.dense_layers, "latent attention": config.latent, "a window": any(config.windows)}
     apart |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
@@ -290,12 +294,16 @@ def uncomputed(config: Config) -> list[str]:
     ]
     clip = {"latent attention": config.latent, "qk_turned": config.qk_turned, "qk_layernorm": config.qk_layernorm}
     found += [f"head_clip in a model with {name}" for name, has in clip.items() if has and config.head_clip]
+    plain = {"qk_wide": config.qk_wide, "qk_layernorm": config.qk_layernorm, "qk_turned": config.qk_turned}
+    plain |= {"head_clip": config.head_clip, "score_scale": config.score_scale}
+    found += [f"qk_bare with {name}" for name, has in plain.items() if has and config.qk_bare]
     found += ["a gate by xielu"] if _xielu(config) and config.gated else []
     found += ["head_gate with biases"] if config.head_gate and config.attention_bias else []
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts after them")
     plain = {"LayerNorm": config.centered, "norms after blocks": config.norms != "before", "mlp_bias": config.mlp_bias}
     plain |= {"parallel blocks": config.parallel}
+    plain |= {"scaled inputs and biases": config.routing == "inputs" and config.expert_bias}
     found += [f"experts with {name}" for name, has in plain.items() if has and config.moe]
     still = 0 if config.latent else config.H - config.rotary
     found += [f"rotary positions of {config.rotary} dims, an odd number"] if config.rotary % 2 else []

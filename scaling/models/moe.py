@@ -113,12 +113,23 @@ class Rows(NamedTuple):
         """x[n, D] -> Row[R, D]: a copy of its token for each choice."""
         return x.index_select(0, self.choice // self.place.shape[1])
 
+    def scaled(self, Row: Tensor, weights: Tensor) -> Tensor:
+        """Row[R, D], weights[n, k] -> Row[R, D] times its choice's weight; 0 for a row that no token has chosen."""
+        dropped = len(Row) < self.place.numel()  # their place is R
+        own = weights.new_zeros(len(Row) + dropped).scatter(0, self.place.flatten(), weights.flatten())
+        return Row * own[: len(Row), None].to(Row.dtype)
+
     def collect(self, Out: Tensor, weights: Tensor) -> Tensor:
         """Out[R, D], weights[n, k] -> y[n, D]: the weighted sum over each token's choices; dropped ones add nothing."""
         if len(Out) < self.place.numel():
             Out = F.pad(Out, (0, 0, 0, 1))
         picked = Out.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
         return (picked * weights[..., None].to(Out.dtype)).sum(1)
+
+    def sent(self, x: Tensor, weights: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+        """Return (Row[R, D] of x[n, D] for the experts, the weights of their results), by the model's routing."""
+        Row = self.spread(x)
+        return (self.scaled(Row, weights), torch.ones_like(weights)) if config.routing == "inputs" else (Row, weights)
 
 
 def expert_rows(experts: Tensor, E: int, kept: Tensor | None = None) -> Rows:
@@ -215,7 +226,8 @@ def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = No
     rows = expert_rows(chosen, config.E, None if capacity is None else position(chosen, config.E) < capacity)
     own = partial(mlp, clamp=config.clamp)
     logits, load = router_logits(flat, params["router"], params.get("b_router")), load_of(chosen, config.E)
-    y = rows.collect(by_expert(own, params, rows.spread(flat), rows.counts.tolist()), weigh(logits, chosen, config))
+    Row, weights = rows.sent(flat, weigh(logits, chosen, config), config)
+    y = rows.collect(by_expert(own, params, Row, rows.counts.tolist()), weights)
     if "shared" in params:
         y = y + shared_experts(params["shared"], flat)
     return y.view_as(x), losses(logits.view(*x.shape[:-1], -1), experts, config) | {"load": load}
@@ -240,7 +252,11 @@ def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None
     y = torch.zeros_like(x)
     for e in range(config.E):
         W = {name: params[name][e] for name in OF_EACH if name in params}
-        y = y + weights[..., e, None].to(x.dtype) * mlp(W, x.flatten(0, -2), config.clamp).view_as(x)
+        weight = weights[..., e, None].to(x.dtype)
+        if config.routing == "inputs":
+            y = y + mlp(W, (weight * x).flatten(0, -2), config.clamp).view_as(x)
+        else:
+            y = y + weight * mlp(W, x.flatten(0, -2), config.clamp).view_as(x)
     if "shared" in params:
         y = y + shared_experts(params["shared"], x.flatten(0, -2)).view_as(x)
     return y, losses(logits, experts, config) | {"load": load}
@@ -298,7 +314,7 @@ def balance_loss(logits: Tensor, load: Tensor, config: Config, tokens: int, sequ
     20). Sigmoid scores are first divided by their sum.
     """
     score, choices = scores(logits, config), 1 if config.balance_first else config.k
-    if config.routing == "sigmoid":
+    if config.routing != "softmax":
         score = score / (score.sum(-1, keepdim=True) + 1e-20)
     load = load.to(score.dtype)
     if load.dim() == 1:

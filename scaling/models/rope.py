@@ -4,6 +4,7 @@ The first half of H holds the first coordinates, the second half the second (Su 
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,23 +67,27 @@ def tables(
 
 def table_kinds(
     config: Config, positions: Tensor, dtype: torch.dtype, length: int = 0
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (cos, sin) of the layers of a model by their kind, "all", "local" or "none", as `layer_tables` says."""
+) -> dict[str, tuple[Tensor, ...]]:
+    """Return the tables of the layers of a model by their kind, "all", "local" or "none", as `layer_tables` says."""
     width = config.latent.rope if config.latent else config.H
     cos, sin = tables(positions, width, config.theta, config.rope_scaling, dtype, config.rotary, length)
-    kinds = {"all": (cos, sin)} | ({"none": (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {})
+    kinds: dict[str, Any] = {"all": (cos, sin)}
+    kinds |= {"none": (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {}
     if config.local_theta is not None:
         kinds["local"] = tables(positions, width, config.local_theta, None, dtype, config.rotary)
     if config.score_scale is not None:
         grown = math.sqrt(config.score_scale * math.sqrt(config.H))
         kinds = {kind: (cos * grown, sin * grown) for kind, (cos, sin) in kinds.items()}
+    if config.unrotated and (config.qk_bare or config.query_growth):
+        grown = 1 + config.query_growth * ((positions + 1) // config.growth_every).double().log1p()
+        kinds["none"] += (grown.to(dtype),)
     return kinds
 
 
 def layer_tables(
     config: Config, positions: Tensor, dtype: torch.dtype, places: dict | None = None, length: int = 0
-) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return (cos, sin) of each layer of a model.
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Return (cos, sin) of each layer of a model; `layer.turned_heads` takes a third table of some layers.
 
     With `score_scale`, queries and keys are each multiplied by sqrt(score_scale * sqrt(H)), so that attention's scale
     of 1/sqrt(H) becomes `score_scale`. An unrotated layer has cos = 1 and sin = 0, without yarn's factor. Layers with a
@@ -92,7 +97,7 @@ def layer_tables(
     if places is None:
         kinds = table_kinds(config, positions, dtype, length)
     else:
-        kinds = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in places.items()}
+        kinds = {kind: tuple(x[positions] for x in tables) for kind, tables in places.items()}
     local = "all" if config.local_theta is None else "local"
     of_layers = enumerate(config.windows)
     return tuple(kinds["none" if l in config.unrotated else local if window else "all"] for l, window in of_layers)

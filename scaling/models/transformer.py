@@ -18,7 +18,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.configs import Config
 from scaling.models import moe
-from scaling.models.attention import sdpa
+from scaling.models.attention import sdpa, within_chunks
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.models.latent import attend_latents
 from scaling.models.layer import (
@@ -126,6 +126,9 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
         x = x + F.embedding(positions, params["positions"])
     ropes = layer_tables(config, positions, x.dtype, length=tokens.shape[1])
     extra, places = x.new_zeros(()), None if segments is None else positions
+    if config.chunked:
+        here = torch.arange(tokens.shape[1], device=tokens.device)
+        attention = partial(within_chunks, attention, tokens.shape[1], here, positions)
     for layer, window, rope in zip(all_layers(params, config), config.windows, ropes, strict=True):
         x, more = _step(config, remat, attention, window, segments, rope, places)(layer, x)
         extra = extra if more is None else extra + more

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.configs import Config
-from scaling.models.attention import attend_scores, visible
+from scaling.models.attention import attend_scores, first_seen, visible
 from scaling.serve.cache import Share, with_scale
 
 Keys = slice | tuple[Tensor, Tensor]  # places of all rows, or two indices of a layer's KV
@@ -58,13 +58,17 @@ class Slots:
     Attributes:
         positions: The tokens' places in their rows, [B_Z, T], or [T] if all rows are alike. A padded token has the
             place of its row's last real one.
+        chunked: Whether layers' windows are chunks.
         own: Which of the tokens are this rank's queries, if T is split over C.
         begun: begun[B_Z], the tokens that each row has before the call.
         new: new[B_Z].
         states: Each row's place among the states of linear layers; by default rows and states are in one order.
     """
 
-    def __init__(self, cache: dict, new: Tensor, T: int, share: Share, extent: Extent, own: slice | None = None):
+    def __init__(
+        self, cache: dict, new: Tensor, T: int, share: Share, extent: Extent, own: slice | None = None, chunked=False
+    ):
+        self.chunked = chunked
         self.cache, self.T, self.extent, self.own, self._seen = cache, T, extent, own, {}
         self.rows = share.rows(len(cache["lengths"]))
         self.begun, self.new = held, new = cache["lengths"][self.rows], new[self.rows]
@@ -183,7 +187,7 @@ class Slots:
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[Keys, Tensor | None, bool]:
         least, latest, most, *_ = self.extent
-        low = 0 if window is None else max(0, least - window + 1)
+        low = 0 if window is None else max(0, first_seen(least, window, self.chunked))
         if self.own is None and not latest and (window is None or window >= self.T):
             return slice(low, most), None, self.T > 1
         if self.extent.alike and self.T == 1:
@@ -204,4 +208,5 @@ class Slots:
         """
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
         places = places if places.dim() == 1 else places[:, None]
-        return visible(rows if self.own is None else rows[:, self.own], places, window) & (places >= 0)
+        rows = rows if self.own is None else rows[:, self.own]
+        return visible(rows, places, window, chunked=self.chunked) & (places >= 0)

@@ -164,7 +164,7 @@ def logits_of(
         extent = extent._replace(full=extent.full and tokens.shape[1] == T)  # no row has a padded token
     else:
         mesh = mesh.without("C")  # each row has one token, which is not split
-    slots = Slots(cache, lengths, tokens.shape[1], share, extent, own)
+    slots = Slots(cache, lengths, tokens.shape[1], share, extent, own, config.chunked)
     positions = slots.positions if own is None else slots.positions[..., own]
     params, ropes = used_gains(params, config), layer_tables(config, positions, dtype, places)
     at = Context(config, mesh, ropes, slots.attend, slots=slots, vjp=undifferentiated)

@@ -236,5 +236,6 @@ def program_at(
     at |= packed_sizes(settings, sizes, structure.schedule)
     if C > 1:
         for traced, real in {*zip(structure.settings.model.windows, model.windows, strict=False)}:
-            at[f"pairs {traced or 0}"] = pairs_of_rank(settings.seq, C, coord, real)
+            own = (0, None) if model.chunked else (traced or 0, real)
+            at[f"pairs {own[0]}"] = pairs_of_rank(settings.seq, C, coord, own[1])
     return program(structure).at(at, sizes, {"J": held}, "ZC")

@@ -119,13 +119,16 @@ def test_models_from_files(tmp_path):
         assert tm.params(load(path)) == tm.params(get(name))
 
 
-def test_utilization_counts_pairs_as_a_mask_does():
-    """Causal, with two windows and none, GQA, and T < S: pairs counted one by one."""
-    config = Config("windowed", L=4, D=16, F=32, N=4, K=2, H=4, V=32, window=(3, None, 50, 1))
+@pytest.mark.parametrize("chunked", [False, True])
+def test_utilization_counts_pairs_as_a_mask_does(chunked):
+    """Causal, with two windows or chunks and none, GQA, and T < S: pairs counted one by one."""
+    config = Config("windowed", L=4, D=16, F=32, N=4, K=2, H=4, V=32, window=(3, None, 50, 1), chunked=chunked)
     parts, spent = tm.params(config), (0.5, 4, 1e9)  # seconds, chips, FLOPs/s
     of_a_token = 2 * (parts["mlp"] + parts["attention"] + config.D * config.V)
     for T, S in ((6, 6), (1, 6), (2, 7)):
-        seen = sum(0 <= S - T + t - s < (window or S) for window in config.windows for t in range(T) for s in range(S))
+        kinds, at = [window or S for window in config.windows], range(S - T, S)
+        pairs = ((w, q, s) for w in kinds for q in at for s in range(q + 1))
+        seen = sum(q // w == s // w if chunked else q - s < w for w, q, s in pairs)
         for causal, pairs in ((True, seen), (False, config.L * T * S)):
             got = tm.utilization(config, 3, T, *spent, S=S, causal=causal, training=False)
             flops = 3 * T * of_a_token + 4 * 3 * pairs * config.N * config.H

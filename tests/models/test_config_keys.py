@@ -68,6 +68,7 @@ BASES = {  # a small model of each type
     "olmo": SMALL | {"clip_qkv": 0.5},
     "vaultgemma": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9},
     "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
+    "llama4_text": SMALL | {"num_local_experts": 8, "attention_chunk_size": 5, "floor_scale": 4, "pad_token_id": 0},
     "qwen3_next": SMALL | EXPERTS | NEXT,
     "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
     "glm4_moe": SMALL | EXPERTS | {"n_routed_experts": 8, "n_group": 2},
@@ -96,7 +97,7 @@ VALUES = {  # what else a key may be
     "hidden_act": ["gelu", "relu", "gelu_pytorch_tanh", "gelu_new", "swish", "relu2", "tanh"],
     "layer_types": [
         ["sliding_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 2,
-        ["attention"] * 3, ["chunked_attention"] * 3, [],
+        ["attention"] * 3, ["chunked_attention"] * 3, [], ["full_attention", "full_attention", "chunked_attention"],
     ],
     "mlp_only_layers": [[1], [7], []], "pad_token_id": [0, 39], "model_type": ["kimi_k2"],
     "rope_parameters": [{}, {"rope_theta": 30.0}],
@@ -168,6 +169,8 @@ DRAWN = {  # values around the published ones, of keys whose others would often 
     "query_pre_attn_scalar": [4, 9], "linear_conv_kernel_dim": [2, 4], "full_attention_interval": [2, 3],
     "attn_logit_softcapping": [None, 0.3], "final_logit_softcapping": [None, 0.7], "rope_theta": [30.0, 1e5],
     "partial_rotary_factor": [0.5, 1.0],
+    "moe_layers": [None, [], [1, 2], [0, 1, 2]], "attention_chunk_size": [None, 2, 9],
+    "interleave_moe_layer_step": [1, 2, 3], "floor_scale": [1, 7], "attn_scale": [0.0, 0.7],
 }  # fmt: skip
 
 

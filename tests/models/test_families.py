@@ -28,6 +28,7 @@ FAMILIES = (  # rows of the table
     "cohere2", "exaone4", "llama mlp biases", "qwen2 moe", "granite moe", "gemma2", "gpt oss", "glm4 moe normed",
     "deepseek v2", "deepseek v2 lite", "cohere norms", "stablelm norms", "nemotron", "arcee", "vaultgemma", "hunyuan",
     "phi3 short", "phi3 long", "gpt2", "phi", "olmo", "olmoe clipped", "glm4 moe lite", "apertus",
+    "llama4", "llama4 dense first",
 )  # fmt: skip
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
@@ -137,9 +138,11 @@ def test_no_text_is_longer_than_its_positions(says):
             long()
 
 
-@pytest.mark.parametrize("mesh", [{"X": 2, "Y": 2}, {"Z": 2, "C": 2}], ids=str)
-def test_learned_positions_start_again_with_each_document(mesh):
-    config, params = model("gpt2")
+@pytest.mark.parametrize(
+    ("mesh", "family"), [({"X": 2, "Y": 2}, "gpt2"), ({"Z": 2, "C": 2}, "gpt2"), ({"X": 2, "C": 2}, "llama4")], ids=str
+)
+def test_positions_and_chunks_start_again_with_each_document(mesh, family):
+    config, params = model(family)
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2], [0] * 8, [0] * 6 + [1] * 2])
     whole = {"targets": ROWS[:, 1:], "segments": ids, "config": config}
     wanted, gradients = transformer.loss_and_grads(params, ROWS[:, :-1], **whole)
@@ -221,7 +224,7 @@ def test_its_adapters_of_attention_are_read_where_its_experts_are_joined(tmp_pat
 FORMS = {"heads": "YZ", "heads_batch": "YZ", "sequence": "YZ"}  # each with its mesh's axes
 OWN_DECODING = (  # what is new in decoding
     "olmo3", "cohere2", "gemma2", "gpt oss", "glm4 moe normed", "deepseek v2", "deepseek v2 lite", "cohere norms",
-    "stablelm norms", "nemotron", "hunyuan", "olmo", "phi", "olmoe clipped",
+    "stablelm norms", "nemotron", "hunyuan", "olmo", "phi", "olmoe clipped", "llama4", "llama4 dense first",
 )  # fmt: skip
 SERVED = {family: [*FORMS, "experts" if model(family)[0].moe else "2d"] for family in FAMILIES}
 

@@ -47,6 +47,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 300.0, "short_factor": [1.1, 
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "swiglu_limit": 0.3}
 NEXT = {"num_hidden_layers": 4, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 NEXT |= {"linear_key_head_dim": 6, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20}
+LLAMA4 = {"num_hidden_layers": 3, "intermediate_size_mlp": 24, "num_local_experts": 8, "attention_chunk_size": 5}
+LLAMA4 |= {"no_rope_layers": [1, 0, 1], "floor_scale": 4, "attn_scale": 0.7, "tie_word_embeddings": False}
 OF_KINDS = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
@@ -154,6 +156,12 @@ CASES = {
     "phi": ("Phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
     "olmo": ("Olmo", {"clip_qkv": 0.7}),
     "olmoe clipped": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.8}),
+    "llama4": ("Llama4Text", LLAMA4 | {"rope_parameters": LLAMA3}),
+    "llama4 dense first": (
+        "Llama4Text",
+        LLAMA4 | {"moe_layers": [2, 1], "num_experts_per_tok": 2, "attention_bias": True},
+    ),
+    "llama4 bare": ("Llama4Text", LLAMA4 | {"use_qk_norm": False, "attn_temperature_tuning": False}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
 }
 

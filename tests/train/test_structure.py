@@ -21,6 +21,10 @@ KINDS = {
     "few heads": DENSE.with_(K=2, N=16), "one head a rank": DENSE.with_(K=4, N=16), "experts": EXPERTS.with_(E=8, k=2),
     "many experts": EXPERTS.with_(E=64, k=4), "a shared expert": EXPERTS.with_(E=16, k=2, shared=1, F_shared=1024),
     "a dense layer first": EXPERTS.with_(E=8, k=2, dense_layers=1, F_dense=2048),
+    "chunks": EXPERTS.with_(
+        E=8, k=1, shared=1, routing="inputs", window=(1024, 2048, None, 1024) * 8, chunked=True, unrotated=(2, 5),
+        qk_norm=True, qk_bare=True, query_growth=0.1,
+    ),
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def moe(
         x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh)
     tokens = x.flatten(0, 1)
     logits = router_logits(tokens, params["router"], params.get("b_router"))
-    Row = routing.rows.spread(tokens)
+    Row, weights = routing.rows.sent(tokens, weigh(logits, routing.experts, config), config)
     if at.experts:
         line = f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]"
         Row = _exchanged(line, Row, routing, at, mesh)  # 2. critical path
@@ -81,7 +81,7 @@ def moe(
     if at.experts:
         line = f"Out[G, E{at.X}, R, D]{at.U} -> Out[G{at.X}, E, R, D]{at.U}"
         Out = _exchanged(line, Out, routing, at, mesh, back=True)  # 4. critical path
-    y = routing.rows.collect(Out, weigh(logits, routing.experts, config))  # 5.
+    y = routing.rows.collect(Out, weights)  # 5.
     if "shared" in params:
         y = y + shared_experts(params["shared"], tokens, partial(mlp, over=at.Y))
     y = y.view_as(x)

@@ -18,7 +18,7 @@ from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum
 from scaling.configs import Config
 from scaling.mesh.meeting import agree
-from scaling.models.attention import fused
+from scaling.models.attention import fused, within_chunks
 from scaling.models.dropout import dropout
 from scaling.models.inputs import check_params, check_range
 from scaling.models.latent import padded
@@ -255,11 +255,14 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         given["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
         given["vjp"] = partial(vjp_of_scaled, vjp, precision, step.inside)
     contexts = []
+    in_chunks: Any = partial(within_chunks, attend, t * mesh.sizes.get("C", 1), places)
     for own, segment, some in zip(documents, ids, samples, strict=True):
+        here = places if own is None else own
+        attend = partial(in_chunks, here) if config.chunked else attend
         drop = all_kept if some is None else partial(dropout, samples=some, **dropping)
-        at = Context(config, step.inside, tables or rope(own), partial(attend, segments=segment), drop, **given)
+        at = Context(config, step.inside, tables or rope(here), partial(attend, segments=segment), drop, **given)
         if config.learned_positions:
-            each = places.expand(rows // M, -1) if own is None else own
-            at = at._replace(learned=tree.shard(each.contiguous(), present("p[B, T_Y]", mesh), mesh))
+            each = here.expand(rows // M, -1).contiguous()
+            at = at._replace(learned=tree.shard(each, present("p[B, T_Y]", mesh), mesh))
         contexts.append(at._replace(places=own))
     return contexts
