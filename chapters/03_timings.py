@@ -28,9 +28,9 @@ OPS, US = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll"), 1e6
 # Let V be the bytes of the whole array, X the number of chips, and W_ici the bytes/s of a chip's two links on a ring,
 # both together. At every hop a chip passes on a shard of V/X to the left and another to the right, 2V/X in all, which
 # takes 2V/(X W_ici). After X/2 hops every shard has reached every chip from one side or the other. Both factors of 2
-# and both X cancel, so the time is V/W_ici for any X. Look down the columns: X matters only on lines, and where one
-# counts exactly that a chip already has its own share. Both times have the factor (X - 1)/X. On a line all shards of
-# one half must pass the link in the middle, one way, so it takes twice as long.
+# and both X cancel, so the time is V/W_ici for any X, as in the first column of times. The second one counts that a
+# chip already has its own share, so it has the factor (X - 1)/X. So has the third, of a line: there all shards of one
+# half must pass the link in the middle, one way, and it takes twice as long.
 
 # %%
 V = 64e6

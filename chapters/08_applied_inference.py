@@ -243,9 +243,9 @@ page.chart(
 
 # %% [markdown]
 # The table divides a step into its parts, at two contexts. The weights take the same time at any batch, and the others
-# grow with it. A step takes the KV's time and the longer of the weights' and the FLOPs'. Beyond a context of about
-# 3,500 tokens, reading the caches takes longer than the FLOPs at every batch; see the rows of 8,192. There a larger
-# batch cannot make use of the FLOPs. A smaller cache would help.
+# grow with it. A step takes the time of reading the caches, and then that of the weights or of the FLOPs, whichever is
+# longer. Beyond a context of about 3,500 tokens, reading the caches takes longer than the FLOPs at every batch; see the
+# rows of 8,192. There a larger batch cannot make use of the FLOPs. A smaller cache would help.
 
 # %%
 breakdown = []

@@ -24,6 +24,7 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtex
 exclude_patterns = ["making"]
 
 nb_execution_mode = "off"  # the chapters have been run when Sphinx begins to read
+nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_merge_streams = False  # it would move text past tables: making/notebooks.py joins what is adjacent
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

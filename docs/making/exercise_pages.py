@@ -43,8 +43,9 @@ def write_all(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name, exercise in exercises().items():
         text = exercise.text.replace("```python dense", "```python")
+        part = f"[Part {exercise.part}](../contents.md#part-{exercise.part}) of the book"
         how = in_page(exercise) if exercise.kind != "write" else by_command(exercise)
-        (folder / f"{name}.md").write_text(f"# {exercise.title}\n\nPart {exercise.part}\n\n{text}\n\n{how}")
+        (folder / f"{name}.md").write_text(f"# {exercise.title}\n\n{part}\n\n{text}\n\n{how}")
     (folder / "index.md").write_text(contents())
 
 
@@ -57,7 +58,11 @@ def in_page(exercise: Exercise) -> str:
 def by_command(exercise: Exercise) -> str:
     """The file that is handed out, and the commands that write and judge it."""
     command = f"python -m scaling.exercise new {exercise.name}\npython -m scaling.exercise check {exercise.name}.py"
-    return f"```bash\n{command}\n```\n\n```python\n{exercise.blanks}```\n"
+    return (
+        "The first command writes the file below. Fill in what is `...`. The second command judges it, on devices of "
+        f"the mesh {exercise.data['mesh']} that it starts on your machine.\n\n"
+        f"```bash\n{command}\n```\n\n```python\n{exercise.blanks}```\n"
+    )
 
 
 def contents() -> str:

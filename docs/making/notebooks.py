@@ -21,6 +21,7 @@ from scaling.book.recap import has_numbers
 
 ADDRESS = re.compile(r"(?<![<(\w])(https://[^\s>)\"`]+[^\s>)\"`.,:;])")
 CHAPTER = re.compile(r"(?<![/\w])`?(\d\d_\w+)\.py`?(?!\w)")
+PRINTS = re.compile(r"page\.|\w+ = page\.check|[\w.]+\(page\b")
 ASK = """import json, dataclasses
 print(json.dumps([dataclasses.asdict(a) | {"row": a.row, "verdict": a.verdict, "why": a.why} for a in page.given]))"""
 
@@ -86,7 +87,8 @@ def _ran(chapter: Path):
             cell.source = _linked(chapter.stem, cell.source, first=not cells)
         else:
             cell.outputs = shown_outputs(cell.outputs)
-            cell.metadata["tags"] = ["hide-input"] if is_folded(cell.source) else []
+            folded = is_folded(cell.source) or "hide-input" in cell.metadata.get("tags", ())
+            cell.metadata["tags"] = ["hide-input"] * folded
         cells.append(cell)
     notebook.cells, notebook.metadata["answers"] = cells, answers
     return notebook
@@ -107,11 +109,17 @@ def shown_outputs(outputs: list) -> list:
 
 
 def is_folded(code: str) -> bool:
-    """Return whether the page shows a cell's output and folds its code: it sets the page up, or only prints."""
-    body = ast.parse(code).body
-    makes_page = any(isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Page(") for node in body)
-    prints = [isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("page.") for node in body]
-    return makes_page or (bool(body) and all(prints))
+    """Return whether the page shows a cell's output and folds its code: it sets the page up, or mostly prints.
+
+    A cell mostly prints if it defines nothing, and three fifths of its statements' lines are calls of the page.
+    """
+    every = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.stmt)]
+    said = [(node, ast.unparse(node)) for node in every if not hasattr(node, "body")]
+    if any(text.startswith("page = Page(") for _, text in said):
+        return True
+    lines = [(node.end_lineno - node.lineno + 1, bool(PRINTS.match(text))) for node, text in said]
+    defines = any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in every)
+    return not defines and sum(n for n, prints in lines if prints) >= 0.6 * sum(n for n, _ in lines) > 0
 
 
 def _asked(cell):

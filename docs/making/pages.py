@@ -25,13 +25,15 @@ def write_all(root: Path, notebooks) -> None:
     mesh = AbstractMesh({"X": 2, "Y": 2})
     title = "FSDP with tensor parallelism, forward, on X=2,Y=2"
     (docs / "static" / "fsdp_tp.svg").write_text(svg.played(frames_of_strategy(fsdp_tp, mesh)["forward"], mesh, title))
-    (docs / "notation.md").write_text("```{include} ../notation.md\n:relative-docs: docs/\n```\n")
+    (docs / "notation.md").write_text((root / "notation.md").read_text().replace("](docs/", "]("))
 
 
 def mend_links(app, name: str, source: list[str]) -> None:
-    """What the pages of docs/ link outside it: the notation is a page of the site, a file of code is named."""
+    """Mend what a page of docs/ links outside it: the notation and chapters are pages, a file of code is only named."""
     text = source[0].replace("](../notation.md", "](notation.md")
-    source[0] = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
+    if "/" not in name:
+        text = re.sub(r"`(?:chapters/)?(\d\d_\w+)\.py`", r"[\1](chapters/\1.ipynb)", text)
+        source[0] = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
 
 
 def contents(readme: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import fill
 from types import MappingProxyType
 
 from scaling import algebra, configs, cost, hardware
@@ -147,7 +148,7 @@ def memory(model: str, mesh: str, zero: str = "3") -> str:
             ("Adam's state", held.optimizer, ""), ("together", held.total, "")]  # fmt: skip
     fits = [name for name in hardware.chips() if held.total <= hardware.chip(name).hbm_bytes]
     table = "\n".join(f"{what:14} {value:>22,.0f} {unit}" for what, value, unit in rows)
-    return f"{table}\nfits, before activations: {', '.join(fits) or 'no chip of the table'}"
+    return f"{table}\n" + fill(f"before activations it fits {', '.join(fits) or 'no chip of the table'}", 100)
 
 
 def _types(line: str, count: int) -> tuple:

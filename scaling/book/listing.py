@@ -52,7 +52,7 @@ def show_lines(page: Page, title: str, rows: list[tuple], flops: bool = True) ->
     page.title(title)
     page.table([row[: 3 + flops] for row in rows], ["line", "V bytes", "sent", "FLOPs"][: 3 + flops])
     mesh = dict.fromkeys(page.args.mesh, 2)  # in a notebook a slider goes through the lines, on two devices an axis
-    page.show("", lambda: svg.player(frames_of([row[0] for row in rows]), mesh, title))
+    page.show("", lambda: svg.player(frames_of([row[0] for row in rows]), mesh))
 
 
 # An nn.Module, by its params' types

@@ -95,9 +95,12 @@ def chart(
     def row(y: float) -> int:
         return height - 1 - round((y - y0) / (y1 - y0) * (height - 1))
 
-    shown = [(a, v, text) for a, v, text in marks
-             if (x0 <= sx(v) <= x1 if a == "x" else y0 <= sy(v) <= y1)]  # fmt: skip
-    for axis, value, _ in shown:
+    named = []  # the marks' entries in the legend
+    for axis, value, text in marks:
+        inside = x0 <= sx(value) <= x1 if axis == "x" else y0 <= sy(value) <= y1
+        named += [f"{':' if axis == 'x' else '-'} {text}{'' if inside else ' (off the chart)'}"] if text else []
+        if not inside:
+            continue
         if axis == "x":
             for line in rows:
                 line[column(sx(value))] = ":"
@@ -126,9 +129,8 @@ def chart(
     head = [title] if title else []
     head += [f"{ylabel} against {xlabel}"] if xlabel or ylabel else []
     legend = [f"{glyph} {name}" for glyph, name in zip(GLYPHS, [*series, *points], strict=False)]
-    legend += [f"{':' if axis == 'x' else '-'} {text}" for axis, _, text in shown if text]
     text = [*head, *lines, " " * MARGIN + "+" + "".join(below), "".join(labels).rstrip()]
-    return "\n".join(text + flowed(legend, " " * (MARGIN + 1), width + MARGIN + 1))
+    return "\n".join(text + flowed(legend + named, " " * (MARGIN + 1), width + MARGIN + 1))
 
 
 def flowed(entries: Sequence[str], indent: str, columns: int) -> list[str]:

@@ -86,6 +86,6 @@ if __name__ == "__main__":
         figures = [*(f"{each:.2f}" for each in ms.values()), f"{should:.2f}", f"{ms['collective'] / ms['serial']:.2f}"]
         rows.append([form, ways, size, speed(wire), *figures])
     print(f"{args.ranks} ranks, one thread each, on {machine()}; medians of {args.steps}; B, D, F: {SIZES}\n")
-    headers = ["form", "ways", "size", "wire", "product, ms", "hops", "one after the other"]
-    headers += ["collective matmul", "derived", "ratio"]
+    headers = ["form", "ways", "size", "wire", "product, ms", "hops, ms", "in sequence, ms"]
+    headers += ["collective matmul, ms", "derived, ms", "matmul / sequence"]
     show(rows, headers, 4)

@@ -150,6 +150,6 @@ if __name__ == "__main__":
         if args.requests:
             times = batched(net, params, args.requests, clock)
             rows.append([f"{args.requests} requests", "continuous", *beside(*times.values(), digits=0)])
-        show(rows, ["B", "", "ours, ms", "theirs", "ratio"], 2)
+        show(rows, ["B", "", "ours, ms", "theirs, ms", "ours / theirs"], 2)
         for backend in [None, "inductor"][: 1 + args.compile]:
             print(share_of_bandwidth(params, args.steps, clock, backend), flush=True)

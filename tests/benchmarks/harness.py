@@ -274,5 +274,7 @@ def compete(about: str | None, known: dict[str, Contest], sizes: dict, optimizer
         print(", ".join(map(str, lines[-1])), file=sys.stderr, flush=True)
     chosen = "; ".join(f"{label}: {sizes[label]}" for label in args.sizes)
     print(f"{ranks} ranks on {machine()}; {args.steps} samples of each side, 1 thread a rank.\n{chosen}.\n")
-    headers = ["size", "ours", "PyTorch's", "optimizer", "ms", *(head for rival in rivals for head in (rival, "ratio"))]
-    show(lines, [*headers, "MB sent", "closed form", "theirs", "peak MB", *rivals], 4)
+    headers = ["size", "ours", "PyTorch's", "optimizer", "ours, ms"]
+    headers += [head for rival in rivals for head in (f"{rival}, ms", f"ours / {rival}")]
+    headers += ["ours, MB sent", "closed form, MB", f"{rivals[0]}, MB sent"]
+    show(lines, [*headers, *(f"{side}, peak MB" for side in ("ours", *rivals))], 4)

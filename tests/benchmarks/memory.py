@@ -40,4 +40,4 @@ if __name__ == "__main__":
         peaks = [peak(contest, side, size, "adamw", X, SIZES["tiny"]) for side in ("ours", "theirs")]
         rows.append([level, rival, *(f"{MB:.0f}" for MB in (least(level, size), *peaks))])
     print(f"{size}, AdamW, X={X}.\n")
-    show(rows, ["ZeRO", "PyTorch's", "closed form MB", "ours", "theirs"], 2)
+    show(rows, ["ZeRO", "PyTorch's", "closed form, MB", "ours, MB", "theirs, MB"], 2)

@@ -23,7 +23,8 @@ FLOPs/s against FLOPs/byte
      1e12 |**                  :
           ++---------+---------+---------+---------+
            1        10        100      1000      1e4
-           * roof   : C/W = 100   - a tenth"""
+           * roof   : C/W = 100   - a tenth
+           : beyond (off the chart)"""
 LINEAR = """
         1 |                  ***
           |             *****
