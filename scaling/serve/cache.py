@@ -89,6 +89,7 @@ def init_cache(
     dtype: torch.dtype | None = None,
     page: int | None = None,
     form: str = "heads",
+    layers: int | None = None,
 ) -> dict:
     """Return this rank's part of an empty cache for `batch` rows of `length` tokens, typed as in `cache_specs`.
 
@@ -102,6 +103,7 @@ def init_cache(
         page: If given, the cache is a pool of pages with this number of tokens. The table "pages" gives each row
             enough of them for `length`.
         form: How the cache is sharded, one of `serve.types.FORMS`.
+        layers: The number of layers with attention that it holds, by default all.
 
     Raises:
         ValueError: A size that is not a positive whole number, or a dtype that cannot hold keys and values.
@@ -114,6 +116,7 @@ def init_cache(
     scaled, pages = dtype in SCALED, 0 if page is None else -(-length // page)
     types = cache_specs(config, mesh, form=form, page=page, scaled=scaled)
     sizes = held_sizes(config, mesh) | {"B": batch, "S": length, "P": batch * pages, "page": page or 0}
+    sizes |= {} if layers is None else {"L": layers}
     device = "cpu" if mesh is ONE else mesh.device
 
     def zeros(name: str, dtype: torch.dtype | None) -> Tensor:

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from scaling import launch
 from scaling.common.console import Parser, complain, complaining, integer, output
 from scaling.common.torchrun import first_rank
+from scaling.configs.sources import Source
 from scaling.models.template import chat_template
 from scaling.serve.cache import share_of
 from scaling.serve.engine import serve
@@ -121,7 +123,8 @@ def main(argv=None) -> int:
     """Serve over HTTP, or serve a file of requests; return the exit status."""
     what = served_by(args := arguments(argv))
     cache_specs(what.config, what.mesh, form=what.form, page=args.page)
-    most, groups = _most_pages(args, what), share_of(what.mesh, what.form).groups
+    groups = share_of(what.mesh, what.form).groups
+    most = _most_pages(args, what, groups)
     slots = -(-args.slots // groups)  # in each group
     if args.port is not None:
         pages = args.pages or min(most, slots * -(-CONTEXT // args.page))
@@ -142,20 +145,27 @@ def main(argv=None) -> int:
     return 0
 
 
-def _most_pages(args, what: Served) -> int:
+def _most_pages(args, what: Served, groups: int) -> int:
     """Return the pages that memory has room for, per worker and group; ValueError if the options ask for more."""
     pools = 2 if args.policy == "disaggregated" else 1
-    states = pools * (args.slots + 1)
-    most = what.length_that_fits(1, states) // (pools * args.page)
+    wide = _options(args, what, 1 << 62, groups)  # as if no pool were smaller than the windows
+    cache = {"states": pools * (args.slots + 1), "near": wide.near * args.page if wide.window else None}
+    most = what.length_that_fits(1, **cache) // (pools * args.page)
     if (least := args.pages or 1) > most:
-        what.check_fits(1, pools * least * args.page, states)
+        what.check_fits(1, pools * least * args.page, **cache)
     return most
 
 
 def _options(args, what: Served, pages: int, groups: int) -> Options:
     proposals, longest = args.proposals if args.draft else 0, served_text(what.config)
     prefix = not args.no_prefix and not what.config.linear  # whose states after a prefix are not kept
-    return Options(pages, args.page, args.slots, args.budget, args.policy, prefix, proposals, groups, longest)
+    configs = [each.config for each in (what.model, what.draft) if isinstance(each, Source)]
+    windows = [each for config in configs for each in config.windows if each] if args.policy == "chunked" else []
+    options = Options(
+        pages, args.page, args.slots, args.budget, args.policy, prefix, proposals, groups, longest,
+        max(windows, default=None),
+    )  # fmt: skip
+    return options if options.near < pages else replace(options, window=None)
 
 
 def _over_http(args, what: Served, options: Options) -> int:

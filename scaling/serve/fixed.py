@@ -97,6 +97,7 @@ class Steps:
         mesh=None,
         form: str = "heads",
         *,
+        near: dict | None = None,
         compile: Any = None,
         capture: bool = True,
     ):
@@ -108,6 +109,7 @@ class Steps:
             cache: A cache of `init_cache`.
             mesh: The mesh, or None for one device.
             form: How params and cache are sharded, one of `serve.types.FORMS`.
+            near: A cache of the layers with a window, if `cache` has the others alone.
             compile: A backend of torch.compile, such as "inductor"; None compiles nothing. On a CPU compiled steps have
                 their own copy of the params, in another order in memory.
             capture: Whether to capture steps as CUDA graphs where that is possible.
@@ -115,6 +117,11 @@ class Steps:
         self.params, self.config, self.mesh, self.form = params, config, ONE if mesh is None else mesh, form
         self.device, self.cache = plain_leaf(params).device, writable(cache, plain_leaf(params), donate=True)
         self.page = cache["KV"].shape[3] if "pages" in cache else 0
+        self.tables = 1 + (near is not None)
+        if near is not None:
+            near = writable(near, plain_leaf(params), donate=True)
+            held = [name for name in ("KV", "scale") if name in near]
+            self.cache |= {name: by_layer(self.cache[name], near[name], config) for name in held}
         self.room = capacity(cache, share_of(self.mesh, form).shards)
         self.why = why_not(config, self.mesh, self.device) if capture else "it was not asked for"
         self.compile = None if why_eager(config) else compile
@@ -139,12 +146,14 @@ class Steps:
         every: bool = False,
         ids: tuple[Tensor, Tensor] | None = None,
         states: Sequence[int] = (),
+        near: Sequence[Sequence[int]] = (),
     ) -> Tensor:
         """Return logits[B, V] after each row's last token; with `every`, logits[B, T, V] after all tokens.
 
         Row b's ids follow the first starts[b] tokens that the cache has of it, in pages[b] if it is in pages. A row may
         have no ids; its logits then mean nothing. `ids`: (which rows, the first id of each), if they are on the device.
-        `states`: each row's place among the states of linear layers, if it is not b.
+        `states`: each row's place among the states of linear layers, if it is not b. `near`: each row's pages of the
+        layers with a window, if these have their own.
 
         Raises:
             ValueError: A row has no room in the cache.
@@ -163,9 +172,10 @@ class Steps:
         fixed = fixed and (not self.config.moe or len(rows) * self.rounded(T) <= EVERY)
         M = -(-longest // self.page) if self.page else 0
         T, M = (self.rounded(T), self.rounded(M)) if fixed else (T, M)
+        tables = [[[*held[:M], *[0] * (M - len(held))] for held in table] for table in (pages, near) if table]
         asked = [
-            [*row, *[0] * (T - len(row)), len(row), starts[b], *held[:M], *[0] * (M - len(held))]
-            for b, (row, held) in enumerate(zip(rows, pages or [()] * len(rows), strict=True))
+            [*row, *[0] * (T - len(row)), len(row), starts[b], *(page for table in tables for page in table[b])]
+            for b, row in enumerate(rows)
         ]
         asked, extent = uploaded(asked, self.device), Extent.of(starts, counts, T)
         if ids is not None:
@@ -181,7 +191,8 @@ class Steps:
 
     def _compute(self, params, held, asked, T: int, extent: Extent, every: bool, places: dict | None = None) -> Tensor:
         tokens, counts, starts, pages = asked.tensor_split([T, T + 1, T + 2], 1)
-        cache = held | {"lengths": starts[:, 0]} | ({"pages": pages} if self.page else {})
+        tables = dict(zip(("pages", "near"), pages.chunk(self.tables, 1), strict=False)) if self.page else {}
+        cache = held | {"lengths": starts[:, 0]} | tables
         return logits_of(
             params, tokens, cache, counts[:, 0], extent, self.config, self.mesh,
             form=self.form, last=not every, places=places,
@@ -194,7 +205,7 @@ class Steps:
             self.places[extent.most] = table_kinds(self.config, positions, dtype)
         places = self.places[extent.most]
         # Each layer's keys and values are an input of the graph: of a view of the whole cache a compiler makes a copy.
-        held = {name: [x.unbind() for x in self.cache[name].unbind()] for name in ("KV", "scale") if name in self.cache}
+        held = {name: [[*x] for x in self.cache[name]] for name in ("KV", "scale") if name in self.cache}
 
         def step(params, held, asked, places):
             return self._compute(params, held, asked, T, extent, every, places)
@@ -207,6 +218,12 @@ class Steps:
             return step(self.params, held, asked, places)
 
         return run if self.why else Captured(run, asked, self.pool)
+
+
+def by_layer(full: Tensor, near: Tensor, config: Config) -> list[list[Tensor]]:
+    """Return KV[i][l] of all layers, from the stacked KV of the layers without a window and of those with one."""
+    pairs = [(iter(a), iter(b)) for a, b in zip(full, near, strict=True)]
+    return [[next(a if window is None else b) for window in config.windows] for a, b in pairs]
 
 
 def uploaded(numbers: Sequence, device: torch.device) -> Tensor:
@@ -238,13 +255,21 @@ class PagedModel:
         self.device, self.page, self.groups, self.paged = plain_leaf(params).device, options.page, options.groups, paged
         self.group = share_of(ONE if mesh is None else mesh, form).group
         self.pools, self.states = dict[str, Steps](), paged and config.linear is not None
+        self.near = paged and options.window is not None and any(config.windows)
+        if self.near and (wider := [w for w in config.windows if w is not None and w > (options.window or 0)]):
+            what = f"{config.name}: a window of {max(wider)} tokens, where layers keep the pages of {options.window}"
+            raise ValueError(f"{what}\n  fix: Options(..., window={max(wider)}), or window=None to keep all")
         for worker, (pool, *_) in scheduler.initial(options).pools.items():
             rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
-            cache = init_cache(config, self.groups * rows, length, mesh=mesh, dtype=dtype, page=page, form=form)
+            own, near = {"mesh": mesh, "dtype": dtype, "page": page, "form": form}, None
+            layers = config.windows.count(None) if self.near else None
+            cache = init_cache(config, self.groups * rows, length, layers=layers, **own)
+            if layers is not None:
+                near = init_cache(config, self.groups, options.near * pool.size, layers=config.L - layers, **own)
             if self.states:
                 slots = init_cache(config, self.groups * (options.slots + 1), 1, mesh=mesh, dtype=dtype, form=form)
                 cache |= {name: slots[name] for name in ("S", "tail")}
-            self.pools[worker] = Steps(params, config, cache, mesh, form, **steps)
+            self.pools[worker] = Steps(params, config, cache, mesh, form, near=near, **steps)
             params = self.pools[worker].params  # both workers' steps share what is laid out anew
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False, ids: Tensor | None = None) -> Tensor:
@@ -265,7 +290,8 @@ class PagedModel:
         at = uploaded(places, self.device)
         given = None if ids is None else (at, ids)
         states = [w.slot for w in rows] if self.states else ()
-        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given, states)
+        near = [[max(0, page) for page in w.near] for w in rows] if self.near else ()
+        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given, states, near)
         return logits[: len(works)] if places == [*range(len(works))] else logits[at]
 
     def move(self, move: Move) -> None:

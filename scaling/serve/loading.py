@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,10 +147,11 @@ class Served:
         """An abstract mesh of the sizes."""
         return AbstractMesh(self.sizes)
 
-    def needed(self, batch: int, length: int, states: int = 1) -> int:
+    def needed(self, batch: int, length: int, states: int = 1, near: int | None = None) -> int:
         """Return bytes of params and of a cache of `batch` rows of `length` tokens on each rank, a draft's included.
 
-        A row has so many `states` of linear layers: one, or if it is an engine's pool of pages one for each slot.
+        A row has so many `states` of linear layers: one, or if it is an engine's pool of pages one for each slot. If
+        layers with a window have a pool of their own, it has room for `near` tokens.
         """
         found = 0
         for source in (self.model, self.draft):
@@ -160,27 +162,32 @@ class Served:
                 params = tree.shard(transformer.init(config, 0, self.dtype, "meta"), specs(config, **given), self.mesh)
                 if self.weights and source is self.model:
                     params = quantize(params, config, self.weights, **given)
-                times = {"KV": 1, "scale": 1, "S": states, "tail": states}
-                found += tree.nbytes(params) + sum(cache[name].nbytes * times[name] for name in times if name in cache)
+                shorter = sum(window is not None for window in config.windows) if near is not None else 0
+                kept = Fraction(shorter * min(places, near or 0) + (config.L - shorter) * places, config.L * places)
+                times = {"KV": kept, "scale": kept, "S": states, "tail": states}
+                found += tree.nbytes(params)
+                found += int(sum(cache[name].nbytes * times[name] for name in times if name in cache))
         return found
 
-    def length_that_fits(self, batch: int, states: int = 1) -> int:
+    def length_that_fits(self, batch: int, near: int | None = None, **cache) -> int:
         """Return the greatest length of `batch` rows whose caches fit with the params; 0 or less if none fits.
 
-        A cache's bytes are proportional to its length.
+        A cache's bytes grow with its length along a line, and beyond `near` along another, which is less steep.
         """
-        unit = share_of(self.mesh, self.form).shards
-        one, two = (self.needed(batch, n * unit, states) for n in (1, 2))
-        return (self.memory - one) // (two - one) * unit + unit
+        unit, found = share_of(self.mesh, self.form).shards, []
+        for start in (1, 1 + (near or 0) // unit):
+            one, two = (self.needed(batch, n * unit, near=near, **cache) for n in (start, start + 1))
+            found.append(((self.memory - one) // max(1, two - one) + start) * unit)
+        return max(found)
 
-    def check_fits(self, batch: int, length: int, states: int = 1) -> None:
+    def check_fits(self, batch: int, length: int, **cache) -> None:
         """Check that params and caches fit; the ValueError gives the greatest length that does."""
-        most = self.length_that_fits(batch, states)
+        most = self.length_that_fits(batch, **cache)
         if length <= most:
             return
         smaller = f"give at most {most:,} tokens, with the completion" if most > 0 else "serve fewer requests at once"
         raise ValueError(
-            f"{self.config.name}: {batch} x {length:,} tokens take {self.needed(batch, length, states):,} bytes on "
+            f"{self.config.name}: {batch} x {length:,} tokens take {self.needed(batch, length, **cache):,} bytes on "
             f"each rank, and there are {self.memory:,}\n  fix: {smaller}, or use a larger mesh"
         )
 

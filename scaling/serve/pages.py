@@ -8,8 +8,11 @@ The trie's nodes are pages, and its edges the `size` tokens of a page: a node's 
 A request that holds a page holds all its ancestors, so pages that are not held can be evicted from the leaves up.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from copy import copy
+from typing import Self
 
 ROOT = -1
 
@@ -18,22 +21,23 @@ class Pool:
     """A pool of `total` pages of `size` tokens, which its methods change; the scheduler's pure step works on a `copy`.
 
     `prefix`: whether full pages stay in the trie for other requests. Ticks are the scheduler's steps, and say when a
-    page was last used.
+    page was last used. `near`: the pool of the layers with a window, if they keep only the pages within it.
     """
 
-    def __init__(self, total: int, size: int, prefix: bool = True):
-        self.total, self.size, self.prefix = total, size, prefix
+    def __init__(self, total: int, size: int, prefix: bool = True, near: NearPool | None = None):
+        self.total, self.size, self.prefix, self.near = total, size, prefix, near
         self.free = list(range(total - 1, -1, -1))  # the next one to take is the last
         self.refs: dict[int, int] = {}  # held page -> holders
         self.children: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> page
         self.edges: dict[int, tuple[int, tuple[int, ...], int]] = {}  # page in the trie -> (parent, tokens, depth)
         self.used: dict[int, int] = {}  # page in the trie -> tick of its last use
 
-    def copy(self) -> "Pool":
+    def copy(self) -> Self:
         """Return a copy that shares nothing that changes."""
         new = copy(self)
         new.free, new.refs, new.children = self.free[:], self.refs.copy(), self.children.copy()
         new.edges, new.used = self.edges.copy(), self.used.copy()
+        new.near = self.near and self.near.copy()
         return new
 
     def count(self, tokens: int) -> int:
@@ -63,7 +67,7 @@ class Pool:
                 break
             found.append(page)
             parent = page
-        return found
+        return self.near.seen_whole(found) if self.near else found
 
     def room(self, besides: Sequence[int] = ()) -> int:
         """Return how many pages, free or cached, can be taken while the pages `besides` stay."""
@@ -94,6 +98,8 @@ class Pool:
             parent, tokens, _ = self.edges.pop(page)
             del self.children[parent, tokens], self.used[page]
             self.free.append(page)
+            if self.near:
+                self.near.forget(page)
 
     def release(self, pages: Sequence[int], tick: int) -> None:
         """Drop one holder of each page; a page without holders is cached if it is in the trie, else it is free."""
@@ -115,13 +121,67 @@ class Pool:
         pages = list(pages)
         for i in range(first, len(tokens) // self.size if self.prefix else 0):
             parent = pages[i - 1] if i else ROOT
-            key = parent, tuple(tokens[i * self.size : (i + 1) * self.size])
-            there = self.children.setdefault(key, pages[i])
-            if there == pages[i]:
-                self.edges[there] = (*key, i)
-                self.used[there] = tick
-            else:
-                self.hold([there], tick)
-                self.release([pages[i]], tick)
-                pages[i] = there
+            pages[i] = self._entered((parent, tuple(tokens[i * self.size : (i + 1) * self.size])), pages[i], i, tick)
         return pages
+
+    def _entered(self, key: tuple[int, tuple[int, ...]], page: int, depth: int, tick: int) -> int:
+        """Put a page into the trie; return the page that is there, which an earlier request may have put there."""
+        there = self.children.setdefault(key, page)
+        if there == page:
+            self.edges[there] = (*key, depth)
+            self.used[there] = tick
+        else:
+            self.hold([there], tick)
+            self.release([page], tick)
+        return there
+
+
+class NearPool(Pool):
+    """The pool of layers with a window, whose pages are twins of another pool's: each holds the tokens of its twin.
+
+    A request holds the pages that its next token sees, and those that it writes. Its list of them has -1 in the place
+    of each page before. In the trie the edge of a page is its twin.
+    """
+
+    def __init__(self, total: int, size: int, prefix: bool, window: int):
+        super().__init__(total, size, prefix)
+        self.window = window
+
+    def first(self, tokens: int) -> int:
+        """Return the index of the first page that the next token of a row with `tokens` tokens sees."""
+        return max(0, tokens - self.window + 1) // self.size
+
+    def seen_whole(self, twins: list[int]) -> list[int]:
+        """Return the longest prefix of these pages after which the next token finds all pages of its window here."""
+        best = run = 0
+        for n, twin in enumerate(twins, 1):
+            run = run + 1 if (twin, ()) in self.children else 0
+            best = n if run >= n - self.first(n * self.size) else best
+        return twins[:best]
+
+    def hit(self, twins: Sequence[int], tick: int) -> tuple[int, ...]:
+        """Hold the pages that the token after a hit sees, and return the request's list of pages."""
+        first = self.first(len(twins) * self.size)
+        pages = [self.children[twin, ()] for twin in twins[first:]]
+        self.hold(pages, tick)
+        return (-1,) * first + tuple(pages)
+
+    def keep(self, near: Sequence[int], twins: Sequence[int], start: int, tokens: int, tick: int) -> tuple[int, ...]:
+        """Put the pages near[start:] that are full into the trie, and give back those that fell out of the window."""
+        new = list(near)
+        for i in range(start, tokens // self.size if self.prefix else 0):
+            new[i] = self._entered((twins[i], ()), new[i], i, tick) if new[i] >= 0 else -1
+        first = self.first(tokens)
+        self.give_back(new[:first], tick)
+        return (-1,) * first + tuple(new[first:])
+
+    def give_back(self, near: Sequence[int], tick: int) -> None:
+        """Drop one holder of each of a request's pages."""
+        self.release([page for page in near if page >= 0], tick)
+
+    def forget(self, twin: int) -> None:
+        """Take the page of an evicted twin out of the trie."""
+        if (page := self.children.pop((twin, ()), None)) is not None:
+            del self.edges[page], self.used[page]
+            if page not in self.refs:
+                self.free.append(page)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
-from scaling.serve.pages import Pool
+from scaling.serve.pages import NearPool, Pool
 from scaling.serve.requests import Request
 from scaling.serve.states import (
     DECODE,
@@ -53,7 +53,9 @@ def initial(options: Options) -> State:
 
     def pools(worker: str) -> tuple[Pool, ...]:
         prefix = options.prefix and worker != DECODE
-        return tuple(Pool(options.pages, options.page, prefix) for _ in range(options.groups))
+        size, window = options.page, options.window
+        near = [NearPool(options.near, size, prefix, window) if window else None for _ in range(options.groups)]
+        return tuple(Pool(options.pages, size, prefix, each) for each in near)
 
     return State(options, pools={worker: pools(worker) for worker in POLICIES[options.policy].workers})
 
@@ -130,6 +132,8 @@ def _cancel(state: State, id: int, actions: list[Action]) -> None:
 def _release(state: State, live: Live) -> None:
     if live.where is not None:
         state.pool(live).release(live.pages, state.tick)
+        if near := state.pool(live).near:
+            near.give_back(live.near, state.tick)
 
 
 def _finish(state: State, id: int, reason: str, actions: list[Action]) -> None:
@@ -152,8 +156,12 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         pool.release(work.pages[pages:], state.tick)
         out = live.out + given
         tokens = (live.request.prompt + out)[:computed]
-        shared = pool.share(list(work.pages[:pages]), tokens, work.start // pool.size, state.tick)
-        state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(shared))
+        first = work.start // pool.size
+        shared, near = pool.share(list(work.pages[:pages]), tokens, first, state.tick), live.near
+        if pool.near:
+            pool.near.give_back(near[pages:], state.tick)
+            near = pool.near.keep(near[:pages], shared, first, computed, state.tick)
+        state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(shared), near=near)
         if live.cancelled:
             _finish(state, work.id, "cancelled", actions)
         elif work.sample and (out[-1] in live.request.stop or work.id in event.stopped):
@@ -229,8 +237,11 @@ def _admit(state: State, actions: list[Action]) -> None:
         group = min(roomy, key=lambda g: (needs[g], count[g]))
         pool, hit = pools[group], hits[group]
         pool.hold(hit, state.tick)
+        near = pool.near.hit(hit, state.tick) if pool.near else ()
         cached, pages = len(hit) * pool.size, (*hit, *pool.take(needs[group]))
-        state.live[live.id] = replace(live, computed=cached, pages=pages, where=worker, group=group, slot=free.pop(0))
+        state.live[live.id] = replace(
+            live, computed=cached, pages=pages, where=worker, group=group, slot=free.pop(0), near=near
+        )
         count[group] += 1
         actions.append(Admit(live.id, cached))
 
@@ -272,18 +283,31 @@ def _work(state: State, id: int, count: int) -> Work:
     live = state.live[id]
     tokens, end = live.tokens, live.computed + count
     before, new = tokens[: live.computed] if wanted else (), tokens[live.computed : end]
-    return Work(live.request, live.computed, new, live.pages, end == len(tokens), wanted, before, live.group, live.slot)
+    return Work(
+        live.request,
+        live.computed,
+        new,
+        live.pages,
+        end == len(tokens),
+        wanted,
+        before,
+        live.group,
+        live.slot,
+        live.near,
+    )
 
 
 def _has_pages(state: State, id: int, count: int) -> bool:
     """Give a request the pages for its next tokens; return whether there is room."""
     live = state.live[id]
     pool = state.pool(live)
-    need = pool.count(live.computed + count) - len(live.pages)
-    if need > 0:
-        if pool.room() < need:
-            return False
-        state.live[id] = replace(live, pages=(*live.pages, *pool.take(need)))
+    count = pool.count(live.computed + count)
+    need = max(0, count - len(live.pages))
+    more = max(0, count - len(live.near)) if pool.near else 0
+    if pool.room() < need or (pool.near and pool.near.room() < more):
+        return False
+    near = (*live.near, *pool.near.take(more)) if pool.near else ()
+    state.live[id] = replace(live, pages=(*live.pages, *pool.take(need)), near=near)
     return True
 
 
@@ -291,5 +315,5 @@ def _preempt(state: State, id: int, actions: list[Action]) -> None:
     """Put a request back to waiting, in order of age; its full pages may still be cached when it is admitted again."""
     live = state.live[id]
     _release(state, live)
-    state.live[id] = replace(live, computed=0, pages=(), where=None)
+    state.live[id] = replace(live, computed=0, pages=(), near=(), where=None)
     actions.append(Preempt(id))

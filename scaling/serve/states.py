@@ -34,6 +34,8 @@ class Options:
         prefix: Whether prompts share the pages of equal prefixes; not with linear layers, whose states are not kept.
         proposals: The most tokens of a draft that a decode step checks for each request; all count in the budget.
         longest: The longest prompt and completion together that the model is served with; None: as long as fits.
+        window: The longest window of the model's layers, if layers with a window keep only the pages within it, which
+            the policy "chunked" can do; None: all layers keep all pages.
         groups: Groups of ranks among which the requests are split, each with its own pages, as a form of decoding
             splits rows over E or Z. They take their steps together.
     """
@@ -47,6 +49,7 @@ class Options:
     proposals: int = 0
     groups: int = 1
     longest: int | None = None
+    window: int | None = None
 
     def __post_init__(self):
         if self.policy not in POLICIES:
@@ -54,6 +57,17 @@ class Options:
         whole(pages=self.pages, page=self.page, slots=self.slots, budget=self.budget, groups=self.groups)
         whole(0, proposals=self.proposals)
         flag(prefix=self.prefix)
+        if self.window is not None:
+            whole(window=self.window)
+            if self.policy != "chunked":
+                what = f"window={self.window}: the policy {self.policy!r} computes whole prompts, which no window holds"
+                raise ValueError(f"{what}\n  fix: choose the policy 'chunked', or window=None")
+
+    @property
+    def near(self) -> int:
+        """The pages of layers with a window: always enough for all slots and for the tokens of a step."""
+        reach = (self.window or 0) + self.proposals
+        return min(self.pages, self.slots * (reach // self.page + 3) + self.budget // self.page)
 
     @property
     def length(self) -> int:
@@ -99,7 +113,8 @@ class Work(NamedTuple):
 
     `proposals`: let a draft propose this number of tokens after them, and give the accepted ones and the token that
     follows. A draft may need the whole text; then `before` has the tokens before `start`. `group`: the group that the
-    pages belong to. `slot`: the request's slot on the worker, where the states of linear layers are.
+    pages belong to. `slot`: the request's slot on the worker, where the states of linear layers are. `near`: the
+    pages of layers with a window, if they have pages of their own, with -1 for those that have been given back.
     """
 
     request: Request
@@ -111,6 +126,7 @@ class Work(NamedTuple):
     before: tuple[int, ...] = ()
     group: int = 0
     slot: int = 0
+    near: tuple[int, ...] = ()
 
     @property
     def id(self) -> int:
@@ -173,7 +189,8 @@ class Live:
     """A request that has arrived and is not finished.
 
     `pages` are pages of its `group` on the worker `where`, which is None while the request waits, and `slot` is one of
-    the worker's slots. `target` and `next_slot` are the pages and the slot that it is being moved to.
+    the worker's slots. `target` and `next_slot` are the pages and the slot that it is being moved to. `near`: as in
+    `Work`.
     """
 
     request: Request
@@ -183,6 +200,7 @@ class Live:
     where: str | None = None
     group: int = 0
     slot: int = 0
+    near: tuple[int, ...] = ()
     target: tuple[int, ...] | None = None
     next_slot: int = 0
     cancelled: bool = False

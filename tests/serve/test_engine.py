@@ -11,6 +11,7 @@ import math
 import pickle
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,7 @@ class Audited:
         self.before = initial(options)
         self.frozen = pickle.dumps(self.before)
         self.memories = {worker: [Memory(options.page) for _ in each] for worker, each in self.before.pools.items()}
+        self.near = [{} for _ in range(options.groups)]  # (page of layers with a window, place in it) -> the tokens
         self.counts: Counter[str] = Counter()
 
     def execute(self, action):
@@ -79,6 +81,12 @@ class Audited:
         for work in action.works:
             assert work.tokens
             memories[work.group].write(work.pages, work.start, (*work.tokens, *self.proposed(work)))
+        for work in action.works if self.options.window else ():
+            text, near = memories[work.group].read(work.pages, work.start + work.width), self.near[work.group]
+            for i in range(max(0, work.start - self.options.window + 1), len(text)):
+                at = work.near[i // size], i % size
+                assert i >= work.start or near[at] == text[: i + 1], "a page within the window was given back"
+                near[at] = text[: i + 1]
         for work in action.works:
             if work.sample:
                 found = memories[work.group].read(work.pages, work.start + work.width)
@@ -109,6 +117,8 @@ class Audited:
             assert sorted([*pool.free, *pool.refs, *cached]) == [*range(pool.total)]
             assert (pool.held, pool.cached) == (len(pool.refs), len(cached))
             assert pool.total == self.options.pages
+            busy = {work.id for work in state.busy.get(worker, ())}
+            self._audit_near(pool, mine, [live for id, live in mine.items() if id not in busy])
             holders = Counter(p for live in mine.values() if live.where == worker for p in live.pages)
             holders += Counter(p for live in mine.values() if worker == "decode" for p in live.target or ())
             assert holders == Counter(pool.refs), "reference counts are not the holders"
@@ -138,6 +148,16 @@ class Audited:
                 self.counts["steps of several groups"] += len({work.group for work in action.works}) > 1
         self.before, self.frozen = state, pickle.dumps(state)
 
+    def _audit_near(self, pool, mine, idle):
+        if (near := pool.near) is None:
+            return
+        assert sorted([*near.free, *near.refs, *(near.edges.keys() - near.refs.keys())]) == [*range(near.total)]
+        assert Counter(p for live in mine.values() for p in live.near if p >= 0) == Counter(near.refs)
+        assert {twin for twin, _, _ in near.edges.values()} <= pool.edges.keys()
+        for live in idle:
+            assert sum(p >= 0 for p in live.near) <= pool.count(near.window) + 1
+        self.counts["given back"] += sum(p < 0 for live in mine.values() for p in live.near)
+
     def ended(self, served) -> Counter:
         """How often what happened, once all is over."""
         assert not self.before.live, "a request is starved"
@@ -152,7 +172,14 @@ class Audited:
         spelled = {-1: ()}
         for page, (parent, part, _) in sorted(pool.edges.items(), key=lambda edge: edge[1][2]):  # parents first
             spelled[page] = (*spelled[parent], *part)
-        best = max(n for n in range(0, len(tokens), pool.size) if tokens[:n] in spelled.values())
+        page_of = {text: page for page, text in spelled.items()}
+
+        def hits(n: int) -> bool:
+            first = pool.near.first(n) * pool.size if pool.near else n
+            twins = [page_of.get(tokens[:m]) for m in range(first + pool.size, n + 1, pool.size)]
+            return tokens[:n] in page_of and all((twin, ()) in pool.near.children for twin in twins)
+
+        best = max(n for n in range(0, len(tokens), pool.size) if hits(n))
         self.counts["hits"] += action.cached > 0
         self.counts["full hits"] += best > 0 and best + pool.size >= len(tokens) and len(tokens) % pool.size == 0
         assert action.cached == best or not self.options.prefix
@@ -196,19 +223,32 @@ def check(served, arrivals, cancel, options: Options, alone) -> None:
 
 
 @pytest.mark.parametrize("count", [160, pytest.param(5000, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_random_traces(groups, count):
+@pytest.mark.parametrize(("groups", "window"), [(1, False), (2, False), (3, False), (1, True), (2, True)])
+def test_random_traces(groups, window, count):
     """Each thing must have happened: requests that are preempted and come again (nano-vllm#144, #211, #233), pages that
     several hold (sglang#35270, nano-vllm#217), prefixes that are shared (vllm#5543, #7845), also whole prompts
-    (nano-vllm#144) and in pages that were another's before (#163); groups of ranks, each with pages of its own."""
+    (nano-vllm#144) and in pages that were another's before (#163); groups of ranks, each with pages of its own; layers
+    with a window, which give back the pages that fell out of it."""
     total: Counter = Counter()
     for seed in range(count):
         options, arrivals, cancel = trace(seed, groups)
+        if window:
+            options = replace(options, policy="chunked", window=1 + seed % 7)
         audited = Audited(options, random.Random(seed + 1))
         served = drive(arrivals, options, audited.execute, cancel=cancel, watch=audited.watch)
         check(served, arrivals, cancel, options, alone)
         total += audited.ended(served)
-    happens = ["Preempt", "Move", "evictions", "hits", "full hits", "chunks", "cancelled", "stop", "refused"]
+    happens = [
+        "Preempt",
+        *(["given back"] if window else ["Move"]),
+        "evictions",
+        "hits",
+        "full hits",
+        "chunks",
+        "cancelled",
+        "stop",
+        "refused",
+    ]
     happens += ["proposals kept", "proposals dropped", *["steps of several groups"] * (groups > 1)]
     for what in happens:
         assert total[what] > 3, (what, total)

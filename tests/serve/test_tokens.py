@@ -115,27 +115,26 @@ RICH = 1, 14  # seeds of traces in which everything happens
 
 
 @pytest.mark.parametrize("seeds", [RICH, pytest.param(range(300), marks=pytest.mark.sweep)], ids=["rich", "all"])
+@pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("draft", [None, "ahead", "linear", "ngram", "small", "near"])
-def test_random_traces(draft, seeds):
+def test_random_traces(draft, window, seeds):
     """Preempted, prefixed, moved and speculated: what a draft proposes changes no token, nor do steps that are started
-    ahead, of which each row's that has ended is dropped. A model with linear layers has states beside the pages."""
+    ahead, of which each row's that has ended is dropped. A model with linear layers has states beside the pages; layers
+    with a window of 7 keep all pages, or give back those that fell out of it."""
     total: Counter = Counter()
     name, plain = "linear" if draft == "linear" else "dense", draft in (None, "ahead", "linear")
     for seed in seeds:
         options, arrivals, cancel = test_engine.trace(seed, drafted=not plain)
         options = replace(options, prefix=options.prefix and name == "dense")
+        options = replace(options, policy="chunked", window=window) if window else options
         arrivals = [(at, r._replace(draw=Draw(HOW, 100 + r.id)) if r.id % 2 else r) for at, r in arrivals]
         way = {"ahead": draft == "ahead", "draft": None if plain else draft, "name": name}
         served, happened = traced(None, (options, arrivals, cancel), **way)
         test_engine.check(served, arrivals, cancel, options, functools.partial(wanted, name=name))
         total += happened
-    happens = ["Preempt", "Move", "chunks", "cancelled"]
-    for what in [
-        *happens,
-        *["hits", "full hits", "evictions"] * (name == "dense"),
-        *["proposals kept"] * (draft == "near"),
-    ]:
-        assert total[what], (what, total)
+    happens = ["Preempt", "given back" if window else "Move", "chunks", "cancelled"]
+    happens += ["hits", "full hits", "evictions"] * (name == "dense") + ["proposals kept"] * (draft == "near")
+    assert all(total[what] for what in happens), total
 
 
 def test_a_step_is_started_before_the_tokens_of_the_one_before_are_read(monkeypatch):
@@ -200,7 +199,7 @@ def test_on_a_mesh(ranks, sizes, name, form, policy, draft):
     draws = [Draw(HOW if i % 2 else Sampling(), i) for i in range(6)]
     arrivals = [(0.1 * (i // 3), Request(i, prompts[i], 1 + 5 * i % 8, draw=draws[i])) for i in range(6)]
     options = Options(8, page=2, slots=6, budget=7, policy=policy, proposals=2 * (draft is not None), groups=2)
-    options = replace(options, prefix=name != "linear")
+    options = replace(options, prefix=name != "linear", window=7 if policy == "chunked" else None)
     ahead = draft is None and name != "linear"
     found = ranks(traced, sizes, (options, arrivals, []), name, form, draft, ahead)
     assert all(other == found[0] for other in found)
