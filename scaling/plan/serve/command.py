@@ -12,7 +12,7 @@ from scaling.cost import decoding, serving
 from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.models.leaves import uncomputed
-from scaling.plan.serve import published, report, traces
+from scaling.plan.serve import measured, published, report, traces
 from scaling.plan.serve.candidates import OBJECTIVES, Service, ServingPlan, plans, replica_shapes
 from scaling.plan.serve.forecast import ENGINES, first_token, likely_token
 from scaling.plan.serve.goals import deployments
@@ -31,7 +31,8 @@ def _parser() -> Parser:
         "    python -m scaling.plan serve --model llama3-70b --chip v5e --chips 256 --context 8192\n"
         "    python -m scaling.plan serve --model llama3-70b --chip h100 --chips 32 --prompt 2000 --output 500 \\\n"
         "        --weights fp8 --kv fp8 --compute fp8 --ttft 500 --tpot 30\n\n"
-        "Published serving figures beside these bounds: python -m scaling.plan serve published\n\n"
+        "Published serving figures beside these bounds: python -m scaling.plan serve published\n"
+        "The errors of forecasts, and their rates fitted again: python -m scaling.plan serve measured FILE\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or is fast enough; 2, an argument is wrong.",
     )
     parser.add_argument("--model", required=True, help=HELP)
@@ -144,8 +145,9 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
 @complaining(ValueError, OSError, code=2)
 def main(arguments: list[str]) -> int:
     """Plan how to serve a model, or print the published figures; return the exit status."""
-    if arguments[:1] == ["published"]:
-        return published.main(arguments[1:])
+    for other in (published, measured):
+        if arguments[:1] == [other.__name__.rpartition(".")[2]]:
+            return other.main(arguments[1:])
     args = _parser().parse_args(arguments)
     asked, hardware = service(args), chip(args.chip)
     hardware.flops(asked.compute)

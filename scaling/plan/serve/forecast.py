@@ -1,28 +1,45 @@
 """The likely time to a request's first token and of each further one: the bound's terms, at the rates of engines.
 
 An engine reads memory at a lower rate than the peak, starts kernels and AllReduces one at a time, and runs other
-requests' prompts between its steps. `GPU` has each time as a multiple of the bound's. Its constants, and those of
-ENGINES, are fitted to 2,265 measured rows of 83 groups of model, system, TP and precision
-(github.com/ai-dynamo/aiconfigurator, systems/silicon_sample.csv, 2026; H100 to GB300). Fitted to one half of the
-groups, they forecast the time of a token of the other half with a median error of 19% and 21%. 84 rows of TensorRT-LLM
-are of servers that send 20 tokens at a time, so their first text is taken to be 19 tokens later. `TPU` has Part 1's
-share of the memory's peak.
+requests' prompts between its steps. rates.toml has the constants and says how far such forecasts are off;
+`python -m scaling.plan serve measured FILE` fits them again.
 """
 
 import math
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from scaling.cost import decoding
+from scaling.cost.lanes import Amount
 from scaling.hardware import Chip
 
 if TYPE_CHECKING:
     from scaling.plan.serve.candidates import Service, ServingPlan
 
-ERRORS = {
-    "gpu": (0.17, "2,265 measured rows"),
-    "tpu": (0.10, "24 published steps of a v5e"),
-}  # the median error, and its rows
+TABLE = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
+ERRORS = TABLE["errors"]  # (the median error, what it is of), by kind of chip and by engine
+
+
+@dataclass(frozen=True)
+class TokenWork:
+    """The work of a token: seconds at the peaks of each kind, and the number of what starts one at a time.
+
+    `layers` and `experts` are the layers, and those of experts; `hops` are the doublings of the ranks of all
+    collectives; `prompts` the seconds of other requests' prompts. Each may be an array, of many rows.
+    """
+
+    weights: Amount
+    flops: Amount
+    caches: Amount
+    sent: Amount
+    layers: Amount
+    experts: Amount
+    hops: Amount
+    prompts: Amount
 
 
 @dataclass(frozen=True)
@@ -37,8 +54,6 @@ class Rates:
         layer: Seconds for starting the kernels of a layer.
         experts: Seconds for starting the further kernels of a layer of experts.
         hop: Seconds of a collective for each doubling of its ranks.
-        apart: Seconds of a layer if replicas of attention have different sequences.
-        host: Seconds for each sequence on the host.
     """
 
     weights: float
@@ -48,40 +63,82 @@ class Rates:
     layer: float = 0.0
     experts: float = 0.0
     hop: float = 0.0
-    apart: float = 0.0
-    host: float = 0.0
 
-
-GPU = Rates(1.34, 2.0, 3.0, 3.0, layer=24e-6, experts=54e-6, hop=8.5e-6, apart=137e-6, host=8e-6)
-TPU = Rates(1.05, 1.05, 1.5, 1.0)
+    def token(self, work: TokenWork) -> "Forecast":
+        """Return the seconds of a token, by kind of work."""
+        return Forecast(
+            self.weights * work.weights, self.flops * work.flops, self.kv * work.caches,
+            self.layer * work.layers + self.experts * work.experts, self.sent * work.sent + self.hop * work.hops,
+            work.prompts,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class EngineDelays:
-    """The delays of a prompt in a serving engine.
+class FirstWork:
+    """The work before a first token; each may be an array, of many rows.
 
-    `queue`: the number of prompts that run before a request's own, as a share of the other requests; 0.5 if all arrive
-    at once. In seconds, `request` is what each request costs besides its prompt, and `layer` and `latent` what the
-    kernels of a layer cost, without and with latent attention. `error`: the median error of the time to the first token
-    on `rows` measured rows, where it is fitted to the other half of the groups.
+    `peak`: seconds of the prompt's FLOPs at the peak; `sent`: seconds of sending its activations; `layers`: the layers
+    whose kernels start; `latent`, `experts`: whether the model has them; `fp4`: whether the chips have FP4; `batch`:
+    the requests at once; `apart`: whether replicas of attention have different ones; `token`: seconds of a token.
     """
 
-    queue: float
-    request: float
+    peak: Amount
+    sent: Amount
+    layers: Amount
+    latent: Amount
+    experts: Amount
+    fp4: Amount
+    batch: Amount
+    apart: Amount
+    token: Amount
+
+
+@dataclass(frozen=True)
+class EngineRates:
+    """What passes in a serving engine before a request's first token.
+
+    Attributes:
+        layer: Seconds for starting the kernels of a prompt's layer, which no graph has captured.
+        dense: A dense model's prompt as a multiple of its FLOPs' time at the peak.
+        experts: The same multiple for experts.
+        fp4: A further multiple on chips with FP4, whose kernels are younger and farther from their peaks.
+        queue: The prompts that run before a request's own, as a share of the other requests; 0.5 if all come at once.
+        steps: The steps of decoding that pass before the first text is sent.
+        bunch: Seconds that grow with the root of the requests, as do the bunches in which random ones come.
+        fp4_bunch: A multiple of `bunch` in the servers of chips with FP4.
+        latent: A multiple of `layer` for latent attention.
+        apart: A multiple of `queue` if replicas of attention wait for each other.
+    """
+
     layer: float
-    latent: float
-    error: float
-    rows: int
+    dense: float
+    experts: float
+    fp4: float
+    queue: float
+    steps: float
+    bunch: float
+    fp4_bunch: float
+    latent: float = 1.0
+    apart: float = 1.0
+
+    def prompt(self, work: FirstWork) -> Amount:
+        """Return the seconds in which chips compute and send a prompt."""
+        rate = np.where(work.experts, self.experts, self.dense) * np.where(work.fp4, self.fp4, 1.0)
+        return rate * work.peak + work.sent
+
+    def starts(self, work: FirstWork) -> Amount:
+        """Return the seconds in which a prompt's kernels start."""
+        return self.layer * work.layers * np.where(work.latent, self.latent, 1.0)
+
+    def first(self, work: FirstWork) -> Amount:
+        """Return the seconds to the first token, where prompts run between the steps."""
+        before = self.queue * np.where(work.apart, self.apart, 1.0) * (work.batch - 1)
+        bunch = self.bunch * np.where(work.fp4, self.fp4_bunch, 1.0) * work.batch**0.5
+        return self.starts(work) + (1 + before) * self.prompt(work) + self.steps * work.token + bunch
 
 
-ENGINES = {
-    "vllm": EngineDelays(0.09, 0.0, 0.95e-3, 1.8e-3, 0.18, 696),
-    "trtllm": EngineDelays(0.09, 78e-3, 0.0, 2.2e-3, 0.33, 686),
-    "sglang": EngineDelays(0.5, 0.27, 0.0, 0.0, 0.39, 528),
-}
-PROMPT = (1.4, 3.75)  # a prompt's time as a multiple of its FLOPs' at the peak, of dense models and of experts
-CHUNK = 8192  # tokens of prompts that run in one step
-APART = 1.6e-3  # more seconds of a layer if sequences are on replicas of attention
+GPU, TPU = (Rates(**TABLE[kind]) for kind in ("gpu", "tpu"))
+ENGINES = {name: EngineRates(**rates) for name, rates in TABLE["engines"].items()}
 BUSY = 0.7  # the share of time that chips which only run prompts are busy
 WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for such chips, in units of a prompt's time (a queue of random arrivals)
 
@@ -99,39 +156,34 @@ class PromptRun:
         """The number of chips."""
         return math.prod(self.shape)
 
+    def work(self, ranks: int, batch: int = 1, token: float = 0.0) -> FirstWork:
+        """Return the work of a prompt on GPUs, `ranks` of which share attention."""
+        s, c, chip = self.service, self.service.config, self.chip
+        sent = 2 * c.L * 2 * s.prompt * c.D / chip.bandwidth("node") if ranks > 1 else 0.0  # switches add partial sums
+        return FirstWork(
+            self.peak, sent, c.L, bool(c.latent), c.moe, "fp4" in dict(chip.peaks), batch, ranks < self.chips, token
+        )  # fmt: skip
+
     @property
     def peak(self) -> float:
         """Seconds of the prompt's FLOPs at the peak."""
-        s = self.service
-        return s.prompt_flops / (self.chips * self.chip.flops(s.compute))
+        return self.service.prompt_flops / (self.chips * self.chip.flops(self.service.compute))
 
     def taken(self, ranks: int) -> float:
         """Return the seconds in which the chips compute and send, if `ranks` of them share attention."""
         c, chip = self.service.config, self.chip
-        if chip.kind != "gpu":
-            width = 2 * self.service.prompt * c.D
-            moved = decoding.StepCollective("AllReduce", "X", "Y", width, 2 * c.L)
-            sizes = {"Y": self.chips}
-            reduced = decoding.collective_seconds(moved, chip, self.shape, sizes) if self.chips > 1 else 0.0
-            return max(self.peak / self.service.mfu, reduced)
-        sent = 2 * c.L * 2 * self.service.prompt * c.D / chip.bandwidth("node")  # switches add the partial sums
-        return PROMPT[c.moe] * self.peak + (sent if ranks > 1 else 0.0)
-
-    @property
-    def kernels(self) -> float:
-        """Seconds in which the kernels of all layers start."""
-        c, engine = self.service.config, ENGINES[self.service.engine]
-        return c.L * (engine.latent if c.latent else engine.layer) if self.chip.kind == "gpu" else 0.0
-
-    @property
-    def starts(self) -> float:
-        """Seconds of a request besides the work of its prompt."""
-        return self.kernels + (ENGINES[self.service.engine].request if self.chip.kind == "gpu" else 0.0)
+        if chip.kind == "gpu":
+            return float(ENGINES[self.service.engine].prompt(self.work(ranks)))
+        moved = decoding.StepCollective("AllReduce", "X", "Y", 2 * self.service.prompt * c.D, 2 * c.L)
+        reduced = decoding.collective_seconds(moved, chip, self.shape, {"Y": self.chips}) if self.chips > 1 else 0.0
+        return max(self.peak / self.service.mfu, reduced)
 
     @property
     def alone(self) -> float:
         """Seconds to the first token on chips that run prompts alone, and are BUSY."""
-        return self.starts + (1 + WAIT) * self.taken(self.chips)
+        gpu = self.chip.kind == "gpu"
+        starts = float(ENGINES[self.service.engine].starts(self.work(self.chips))) if gpu else 0.0
+        return starts + (1 + WAIT) * self.taken(self.chips)
 
     @property
     def rate(self) -> float:
@@ -139,30 +191,36 @@ class PromptRun:
         return BUSY / self.taken(self.chips)
 
 
+def first_work(plan: "ServingPlan") -> FirstWork:
+    """Return the work before a request's first token on GPUs."""
+    own = PromptRun(plan.service, plan.chip, plan.shape)
+    return own.work(plan.chips // plan.groups, plan.batch, likely_token(plan).seconds)
+
+
 def first_token(plan: "ServingPlan") -> float:
     """Return the likely seconds to a request's first token (TTFT), where prompts run between the steps."""
-    s, own = plan.service, PromptRun(plan.service, plan.chip, plan.shape)
-    work = own.taken(plan.chips // plan.groups)
-    before = ENGINES[s.engine].queue * (plan.batch - 1) * (work + own.kernels * s.prompt / CHUNK)
-    apart = APART * s.config.L if plan.groups > 1 and plan.chip.kind == "gpu" else 0.0
-    return own.starts + work + before + apart
+    engine = ENGINES[plan.service.engine]
+    if plan.chip.kind == "gpu":
+        return float(engine.first(first_work(plan)))
+    return (1 + engine.queue * (plan.batch - 1)) * PromptRun(plan.service, plan.chip, plan.shape).taken(plan.chips)
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Seconds per token of each request (TPOT), by kind of work."""
 
-    weights: float
-    flops: float
-    caches: float
-    kernels: float
-    collectives: float
-    prompts: float
+    weights: Amount
+    flops: Amount
+    caches: Amount
+    kernels: Amount
+    collectives: Amount
+    prompts: Amount
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> Amount:
         """Seconds per token."""
-        return max(self.weights, self.flops) + self.caches + self.kernels + self.collectives + self.prompts
+        matmuls = np.maximum(self.weights, self.flops)
+        return matmuls + self.caches + self.kernels + self.collectives + self.prompts
 
     @property
     def parts(self) -> dict[str, float]:
@@ -172,26 +230,23 @@ class Forecast:
         return matmuls | rest | {"other requests' prompts": self.prompts}
 
 
-def likely_token(plan: "ServingPlan") -> Forecast:
-    """Return the likely time of a token of each request on a plan; it is never less than the bound."""
+def token_work(plan: "ServingPlan") -> TokenWork:
+    """Return the work of a token of each request."""
     s, c, chip, step = plan.service, plan.service.config, plan.chip, plan.step
-    rates = GPU if chip.kind == "gpu" else TPU
     ranks = plan.chips // plan.groups  # ranks that share a sequence's attention
-    own = plan.batch / plan.groups
-    starts = rates.layer + (rates.experts if c.moe else 0.0) + (rates.apart if plan.groups > 1 else 0.0)
+    sent, hops = sum(plan.comms.values()), 0.0
     if chip.kind == "gpu":
-        nbytes = 2 * c.L * 2 * (1 - 1 / ranks) * own * c.D * 2
         sizes = dict(plan.sizes)
-        moved = decoding.collectives(plan.form, c, plan.batch, sizes)  # `apart` has those over E, and AllToAlls
-        hops = (
+        moved = decoding.collectives(plan.form, c, plan.batch, sizes)
+        hops = sum(
             one.times * math.log2(math.prod(sizes.get(axis, 1) for axis in one.axes))
             for one in moved if one.op != "AllToAll" and "E" not in one.axes
         )  # fmt: skip
-        sent = rates.sent * nbytes / chip.bandwidth("node") + rates.hop * sum(hops)
-    else:
-        sent = rates.sent * sum(plan.comms.values())
-    kernels = c.L * starts + rates.host * own
+        sent = 4 * c.L * (1 - 1 / ranks) * plan.batch / plan.groups * c.D * 2 / chip.bandwidth("node")
     between = 0.0 if plan.apart else PromptRun(s, chip, plan.shape).taken(ranks) * plan.batch / s.generated
-    return Forecast(
-        rates.weights * step.weights, rates.flops * step.math, rates.kv * step.kv, kernels, sent, between
-    )  # fmt: skip
+    return TokenWork(step.weights, step.math, step.kv, sent, c.L, c.L * c.moe, hops, between)
+
+
+def likely_token(plan: "ServingPlan") -> Forecast:
+    """Return the likely time of a token of each request on a plan; it is never less than the bound."""
+    return (GPU if plan.chip.kind == "gpu" else TPU).token(token_work(plan))

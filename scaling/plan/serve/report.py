@@ -8,7 +8,7 @@ from scaling.cost import decoding, serving
 from scaling.models.leaves import counted_without
 from scaling.plan.report import folded, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
-from scaling.plan.serve.forecast import ENGINES, ERRORS, first_token, likely_token
+from scaling.plan.serve.forecast import ERRORS, first_token, likely_token
 from scaling.plan.serve.goals import Deployment
 
 CHANGE = 1.02  # a change counts if the answer is this much better or worse
@@ -57,18 +57,10 @@ def notes(served: ServingPlan) -> list[str]:
     return said
 
 
-def _off_by(one: ServingPlan) -> str:
-    """Return the error of such forecasts, as a sentence without its full stop."""
-    error, rows = ERRORS[one.chip.kind if one.chip.kind in ERRORS else "gpu"]
+def _off_by(name: str) -> str:
+    """Return the error of forecasts of a kind of chip or of an engine, as a sentence without its full stop."""
+    error, rows = ERRORS[name]
     return f"{rows} are off such forecasts by {error:.0%} in the median"
-
-
-def _first_off_by(one: ServingPlan) -> str:
-    """Return the error of a forecast of the first token, as a sentence without its full stop."""
-    name, engine = one.service.engine, ENGINES[one.service.engine]
-    if one.chip.kind != "gpu":
-        return f"at {one.service.mfu:.0%} MFU; no measured row tells how far off that is"
-    return f"{engine.rows} measured rows of {name} are off by {engine.error:.0%} in the median"
 
 
 def _ms(seconds: float) -> str:
@@ -159,7 +151,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     """Return the report."""
     best = found[0]
     used = best.chips * best.replicas
-    s, step, hbm = best.service, best.step, best.chip.need("hbm_bytes")
+    s, step, hbm, gpu = best.service, best.step, best.chip.need("hbm_bytes"), best.chip.kind == "gpu"
     ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
     kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in ms.items())
     dollars, likely = price or best.chip.price, likely_token(best)
@@ -174,8 +166,9 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
         f"Forecast:   {1e3 * likely.seconds:.3g} ms a token of each request, {rate:,.1f} tokens/s a chip: {spent} ms",
-        f"            {_off_by(best)}",
-        f"First token: {_ms(first_token(best))} ms, as forecast; {_first_off_by(best)}",
+        f"            {_off_by('gpu' if gpu else 'tpu')}",
+        f"First token: {_ms(first_token(best))} ms, as forecast; "
+        + (_off_by(s.engine) if gpu else f"at {s.mfu:.0%} MFU; no measured row tells how far off that is"),
         f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound, {best.per_chip:,.1f} a "
         f"chip, {1 / step.seconds:,.1f} for each request"
         + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),

@@ -1,0 +1,209 @@
+"""Fit the rates of serving to measured rows: `python -m scaling.plan serve measured silicon_sample.csv`.
+
+The file is systems/silicon_sample.csv of github.com/ai-dynamo/aiconfigurator (Apache-2.0, 2026), or a part of it. Each
+forecast is judged by rows that it is not fitted to: the groups of model, chip, count and dtype are divided into halves,
+and the rates that fit one half forecast the other. What is printed last is rates.toml, fitted to all rows.
+
+Left out are repeated rows, rows whose caches do not fit, and prompts that ran on other chips.
+"""
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaling.common import tables
+from scaling.common.console import Parser, complaining
+from scaling.configs import get
+from scaling.hardware import chip
+from scaling.plan.serve import forecast
+from scaling.plan.serve.candidates import Service, ServingPlan
+from scaling.plan.serve.forecast import ENGINES, GPU, TABLE, EngineRates, Rates, likely_token
+
+MODELS = {
+    "DeepSeek-R1": "deepseek-v3", "DeepSeek-V3": "deepseek-v3", "DeepSeek-V3.1": "deepseek-v3", "GLM-5": "glm-5",
+    "Kimi-K2.5": "kimi-k2.5", "Llama-3.1-70B": "llama3-70b", "Llama-3.1-8B-Instruct": "llama3-8b",
+    "MiniMax-M2.5": "minimax-m2.5", "Qwen3-235B-A22B": "qwen3-235b", "Qwen3-32B": "qwen3-32b",
+    "Qwen3.5-397B-A17B": "qwen3.5-397b", "gpt-oss-120b": "gpt-oss-120b",
+}  # fmt: skip
+START = EngineRates(
+    1e-3, 1.5, 3.0, 1.5, 0.08, 3.0, 0.01, 1.5, 2.0, 2.0
+)  # where the search for an engine's rates begins
+LATE = 19  # TensorRT-LLM's servers of Llama-3.1-70B send 20 tokens at a time if 1,024 are generated
+ROUNDS, WIDEST, LEAST = 40, 0.7, 2e-3  # of the search for rates: its rounds, and its steps in log(rate)
+MANY, FAR = 10, 0.6  # groups of as many rows, and the error beyond which they are counted
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """A measured row: the plan, and the seconds to the first token and of each further one.
+
+    `experts`: the chips among which whole experts are divided; `late`: the further tokens sent with the first one.
+    """
+
+    plan: ServingPlan
+    experts: int
+    first: float
+    token: float
+    late: int
+
+    @property
+    def key(self) -> tuple:
+        """What rows of one half share: model, chip, count and dtype."""
+        p = self.plan
+        return p.service.config.name, p.chip.name, p.chips, p.service.weights
+
+    @property
+    def group(self) -> tuple:
+        """What rows of one group share: the engine and the layout as well."""
+        return *self.key, self.plan.service.engine, self.plan.sizes, self.experts
+
+
+def measured_rows(path: Path) -> Iterator[MeasuredRow]:
+    """Yield the rows of a file.
+
+    Some rows list tensor and expert parallelism of the same chips as their product. The requests are those of each
+    replica of attention.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    seen = set()
+    for row in csv.DictReader(lines):
+        n = {name: int(text or 1) for name, text in row.items() if name.endswith(("_size", "isl", "osl"))}
+        name = row["model_path"].partition("/")[2].removesuffix("-NVFP4").removesuffix("-FP8")
+        on, dtype = chip(row["system"].partition("_")[0]), row["precision"] or "bf16"
+        split, replicas = n["moe_tp_size"], n["attention_dp_size"]
+        chips = split if split == n["moe_ep_size"] > 1 else max(n["tp_size"], replicas)
+        sizes = (("Y", 1), ("E", chips)) if replicas > 1 else (("Y", chips),)
+        compute = dtype if dtype in dict(on.peaks) and dtype != "int4" else "bf16"
+        service = Service(
+            get(MODELS[name]), n["isl"] + n["osl"], n["osl"], dtype, "fp8" if dtype in ("fp8", "fp4") else "bf16",
+            compute, over_time=True, engine=row["backend"],
+        )  # fmt: skip
+        batch = n["batch_size"] * replicas
+        batch = max(1, round(batch / chips)) * chips if replicas > 1 else batch
+        plan = ServingPlan(service, on, (chips,), "heads", sizes, batch)
+        apart = row["backend"] == "trtllm" and row["system"] == "gb200"
+        times = float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3
+        late = (row["backend"], name, n["osl"]) == ("trtllm", "Llama-3.1-70B", 1024) and (on.name, chips) != ("h200", 8)
+        found = MeasuredRow(plan, min(n["moe_ep_size"], chips), *times, LATE * late)
+        if plan.fits and not apart and found not in seen:
+            seen.add(found)
+            yield found
+
+
+def stacked_work(works: Sequence) -> Any:
+    """Return the works of many rows as one, of arrays."""
+    return type(works[0])(*(np.array(column, float) for column in zip(*map(astuple, works), strict=True)))
+
+
+def fit_rates(kind: type, start: dict, seconds: Callable, measured: np.ndarray, weights: np.ndarray) -> Any:
+    """Return the rates that minimize the mean of |log(forecast / measured)|, one rate at a time; zeros stay."""
+    rates, step = dict(start), {name: WIDEST for name, rate in start.items() if rate}
+
+    def loss(tried: dict) -> float:
+        return float(np.average(np.abs(np.log(seconds(kind(**tried)) / measured)), weights=weights))
+
+    best = loss(rates)
+    for _ in range(ROUNDS):
+        for name in step:
+            tries = [rates | {name: rates[name] * math.exp(sign * step[name])} for sign in (1, -1)]
+            found = next((tried for tried in tries if loss(tried) < best - 1e-9), None)
+            step[name] *= 1.5 if found else 0.5
+            rates, best = (found, loss(found)) if found else (rates, best)
+        if max(step.values()) < LEAST:
+            break
+    return kind(**rates)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rates fitted to rows, and their errors in log(forecast / measured) where they are fitted to the other half."""
+
+    name: str
+    rates: Rates | EngineRates
+    errors: np.ndarray
+    halves: np.ndarray
+    groups: tuple[tuple, ...]
+
+    @property
+    def error(self) -> float:
+        """The median error."""
+        return median(self.errors)
+
+    @property
+    def far(self) -> tuple[int, int]:
+        """The number of groups of MANY rows that are off by more than FAR in the median, and of all such groups."""
+        large = [group for group, count in Counter(self.groups).items() if count >= MANY]
+        errors = (self.errors[[one == group for one in self.groups]] for group in large)
+        return sum(median(some) > FAR for some in errors), len(large)
+
+
+def median(errors: np.ndarray) -> float:
+    """Return the median size of errors as a share."""
+    return math.expm1(float(np.median(np.abs(errors))))
+
+
+def fit_halves(
+    name: str, kind: type, start: dict, rows: Sequence[MeasuredRow], seconds: Callable, measured: Callable
+) -> Fit:
+    """Fit rates to rows and to each half of them. `seconds(rates, rows)` are forecast, `measured(row)` were taken."""
+    keys, groups = sorted({row.key for row in rows}), tuple(row.group for row in rows)
+    halves = np.array([keys.index(row.key) % 2 for row in rows])
+    times, errors = np.array([measured(row) for row in rows]), np.zeros(len(rows))
+    weights = np.array([Counter(groups)[group] ** -0.5 for group in groups])  # a group counts as the root of its rows
+
+    def of(chosen: np.ndarray):
+        some = [row for row, kept in zip(rows, chosen, strict=True) if kept]
+        return seconds(some), times[chosen], weights[chosen]
+
+    for half in (0, 1):
+        forecast_of, taken, _ = of(halves == half)
+        errors[halves == half] = np.log(forecast_of(fit_rates(kind, start, *of(halves != half))) / taken)
+    return Fit(name, fit_rates(kind, start, *of(halves >= 0)), errors, halves, groups)
+
+
+def token_seconds(rows: Sequence[MeasuredRow]) -> Callable[[Rates], np.ndarray]:
+    """Return the function from rates to the seconds of a token of each row."""
+    work = stacked_work([forecast.token_work(row.plan) for row in rows])
+    return lambda rates: rates.token(work).seconds
+
+
+def first_seconds(rows: Sequence[MeasuredRow]) -> Callable[[EngineRates], np.ndarray]:
+    """Return the function from an engine's rates to the seconds to the first token of each row."""
+    work = stacked_work([forecast.first_work(row.plan) for row in rows])
+    late = np.array([row.late * likely_token(row.plan).seconds for row in rows])
+    return lambda engine: engine.first(work) + late
+
+
+def fits(rows: Sequence[MeasuredRow]) -> list[Fit]:
+    """Return the fits of a token's time, and of the time to the first one in each engine."""
+    found = [fit_halves("gpu", Rates, asdict(GPU), rows, token_seconds, lambda row: row.token)]
+    for name in ENGINES:
+        own = [row for row in rows if row.plan.service.engine == name]
+        start = {key: getattr(START, key) if rate else 0.0 for key, rate in TABLE["engines"][name].items()}
+        found += [fit_halves(name, EngineRates, start, own, first_seconds, lambda row: row.first)] if own else []
+    return found
+
+
+@complaining(ValueError, OSError, KeyError, code=2)
+def main(arguments: list[str]) -> int:
+    """Print the errors of the forecasts, and the rates that fit all rows."""
+    parser = Parser(prog="python -m scaling.plan serve measured", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", type=Path, help="silicon_sample.csv of github.com/ai-dynamo/aiconfigurator")
+    found = fits(list(measured_rows(parser.parse_args(arguments).file)))
+    body = [
+        (one.name, len(one.groups), *(f"{median(one.errors[part]):.0%}" for part in (one.halves == 0, one.halves == 1)),
+         f"{one.error:.0%}", "{} of {}".format(*one.far)) for one in found
+    ]  # fmt: skip
+    head = ["", "rows", "first\nhalf", "second\nhalf", "both", f"groups of {MANY}\nbeyond {FAR:.0%}"]
+    print("Median errors of each half, forecast by the rates that fit the other:\n" + tables.table(body, head) + "\n")
+    print("[errors]", *(f'{one.name} = [{one.error:.2f}, "{len(one.groups):,} rows"]' for one in found), "", sep="\n")
+    for one in found:
+        fields = (f"{name} = {rate:.3g}" for name, rate in asdict(one.rates).items())
+        print(f"[{'' if one.name == 'gpu' else 'engines.'}{one.name}]", *fields, "", sep="\n")
+    return 0
