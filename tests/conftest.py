@@ -15,6 +15,8 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import warnings
 from multiprocessing import connection
@@ -200,6 +202,20 @@ def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+
+
+def computed(seconds: float) -> float:
+    """The seconds that this process's other threads computed for during a wait."""
+    before = time.process_time() - time.thread_time()
+    time.sleep(seconds)
+    return time.process_time() - time.thread_time() - before
+
+
+@pytest.hookimpl(trylast=True, specname="pytest_runtest_teardown")
+def pytest_no_thread_computes(item, nextitem):
+    """A thread that a module leaves computing would slow every later test of its process until some time out."""
+    if (nextitem is None or nextitem.path != item.path) and computed(0.01) > 0.001 and computed(0.5) > 0.05:
+        pytest.fail(f"{item.path.name} leaves a thread that computes: {threading.enumerate()}", pytrace=False)
 
 
 def pytest_collection_modifyitems(config, items):

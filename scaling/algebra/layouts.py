@@ -132,7 +132,7 @@ def spec_of(at: DimAxes, name: str = "") -> Spec:
 
 def setting(specs, mesh=None, partial=(), cost=None) -> Setting:
     """Return the setting of the axes that the types name; with a `cost` of all axes, since idle links may save time."""
-    axes = dict.fromkeys(axis for spec in specs for axis in spec.axes + spec.unreduced)
+    axes = dict.fromkeys(axis for spec in specs for axis in spec.named_axes)
     if mesh is None:
         return Setting(tuple((axis, NOMINAL) for axis in sorted(axes)), False, tuple(partial), cost)
     for spec in specs:

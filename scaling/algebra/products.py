@@ -95,7 +95,7 @@ def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
     plans = []  # by the rules; in case 4, given sizes, the cheaper of two plans is taken
     for gathered in ("b", "a"):
         plans.append(matmul_via(a, b, None, *by_rule(a, b, free_dims(a, b), None, gathered), sizes, mesh))
-    axes = mesh or dict.fromkeys(a.axes + b.axes + a.unreduced + b.unreduced, NOMINAL)
+    axes = mesh or dict.fromkeys(a.named_axes + b.named_axes, NOMINAL)
     return plans[0] if sizes is None else min(plans, key=lambda plan: plan.wire_bytes(sizes, axes, 1))
 
 
@@ -167,7 +167,7 @@ def by_rule(a: Spec, b: Spec, kept: tuple[str, ...], out: Spec | None, gathered:
     or the operand `gathered` if that does not decide. If `out` splits a dim over axes that neither operand uses, the
     dim is sliced.
     """
-    a = a.with_unreduced(axis for axis in a.unreduced if axis not in b.axes + b.unreduced)
+    a = a.with_unreduced(axis for axis in a.unreduced if axis not in b.named_axes)
     b = b.with_unreduced(axis for axis in b.unreduced if axis not in a.axes)
     for dim in a.dim_names:
         if dim in b.dim_names:
@@ -182,7 +182,7 @@ def by_rule(a: Spec, b: Spec, kept: tuple[str, ...], out: Spec | None, gathered:
             b = _without(b, b_dim, axis, out)
     for dim, wanted in out.dims if out else ():
         now = a.axes_of(dim) or b.axes_of(dim)
-        free = set(wanted) - {*a.axes, *b.axes, *a.unreduced, *b.unreduced}
+        free = set(wanted) - {*a.named_axes, *b.named_axes}
         if wanted[: len(now)] == now:
             fresh = tuple(itertools.takewhile(free.__contains__, wanted[len(now) :]))
             a, b = (spec.with_axes(dim, now + fresh) if dim in spec.dim_names else spec for spec in (a, b))
@@ -199,7 +199,7 @@ def _alike(a: Spec, b: Spec, dim: str, batch: bool) -> tuple[str, ...]:
         return ours
     agreed = common_prefix(ours, theirs)
     longer, other = (ours, b) if len(ours) > len(theirs) else (theirs, a)
-    free = not set(longer[len(agreed) :]) & set(other.axes + other.unreduced)
+    free = not set(longer[len(agreed) :]) & {*other.named_axes}
     return longer if batch and len(agreed) == min(len(ours), len(theirs)) and free else agreed
 
 

@@ -89,6 +89,12 @@ def refuse_rule(line: str, kind: str, what: str, rule: str, fix: str) -> NoRetur
     refuse(f"{kind}: {line}", what, rule, fix)
 
 
+CALLS = {
+    "all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce", "shard": "Slice",
+    "all_to_all": "AllToAll", "broadcast": "Broadcast", "reduce": "Reduce", "scatter": "Scatter", "gather": "Gather",
+}  # the function of scaling.collectives that runs each kind by its line  # fmt: skip
+
+
 @lru_cache(maxsize=4096)
 def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
     """Return the steps of `line` as a collective of this kind; raise a ShardingError that names the rule it breaks."""
@@ -109,7 +115,7 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
         refuse_rule(line, kind, what, "a collective that moves an array moves its values and its scales",
                     "write the same {Q_...} on both sides; quantize and dequantize are lines of their own")  # fmt: skip
 
-    for axis in dict.fromkeys((*before.axes, *before.unreduced, *after.axes, *after.unreduced)):
+    for axis in dict.fromkeys(before.named_axes + after.named_axes):
         (was, of), (now, to) = _place(axis, before), _place(axis, after)
         if (was, of) != (now, to) and (was, now) != (rule.source, rule.target):
             fix = f"use {_DOES.get((was, now), 'reshard')}".format(X=axis)

@@ -12,18 +12,6 @@ PODS = "P"  # the slow axis: a line without it is the program of each pod
 RAGGED = "R"  # a dim without axes whose size differs by rank: the rows of an expert
 
 
-def axes_named(spec: Spec) -> set[str]:
-    """Return every axis that the type names, in a dim or in {U}."""
-    return {*spec.axes, *spec.unreduced}
-
-
-def without_axes(spec: Spec, gone: Collection[str]) -> Spec:
-    """Return the type without these axes."""
-    left = lambda axes: tuple(axis for axis in axes if axis not in gone)  # noqa: E731
-    dims = tuple((dim, left(axes)) for dim, axes in spec.dims)
-    return replace(spec, dims=dims, unreduced=left(spec.unreduced)) if gone else spec
-
-
 def over_pods(spec: Spec, dims: Collection[str], partial: bool) -> Spec:
     """Return the type with these dims split over pods too, and unreduced over pods if it is `partial`."""
     split = tuple((dim, (PODS, *axes) if dim in dims else axes) for dim, axes in spec.dims)

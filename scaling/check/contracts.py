@@ -21,7 +21,6 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from scaling.check.compared import axes_named
 from scaling.check.findings import place_of_function
 from scaling.collectives.linear import who_watches
 from scaling.spec import ShardingError, Spec, parse
@@ -65,7 +64,7 @@ def documented(text: str) -> Documented:
         types, made = ([parse(one) for one in re.findall(TYPE, text or "")] for text in (given, results))
     except ShardingError as error:
         return Documented({}, [], str(error).splitlines()[0])
-    if any(len(axis) > 1 for spec in types + made for axis in axes_named(spec)):
+    if any(len(axis) > 1 for spec in types + made for axis in spec.named_axes):
         return Documented({}, [])  # x[B_axis], where `axis` is an argument
     return Documented({spec.name: spec for spec in types}, made)
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.check.compared import axes_named, dims_said, without_axes
+from scaling.check.compared import dims_said
 from scaling.check.findings import MACHINERY, PAGE_TOOLS, Finding, Judgement, place_of_call, place_parts, real_path
 from scaling.check.held import HeldType, Pieces, any_dim, dims_of_view, of_nothing, pieces_of
 from scaling.collectives.linear import watcher
 from scaling.common.torch_private import is_wrapped, storage_of, unwrapped_by_all
-from scaling.spec import Spec
+from scaling.spec import Spec, present
 
 
 @dataclass
@@ -44,7 +44,7 @@ class KnownArrays:
 
     def live(self, spec: Spec) -> Spec:
         """Return the type without the axes that the mesh lacks or has of size 1."""
-        return without_axes(spec, [axis for axis in axes_named(spec) if self.size(axis) == 1])
+        return spec if self.sizes is None else present(spec, self.sizes)
 
     def size(self, axis: str) -> int:
         """Return the size of a mesh axis, and 0 if no mesh is known."""

@@ -11,13 +11,11 @@ import re
 import tokenize
 
 from scaling.algebra.law import check_product
-from scaling.algebra.rules import check_quantize, collective_steps
+from scaling.algebra.rules import CALLS, check_quantize, collective_steps
 from scaling.check.findings import RULES, Finding, said
 from scaling.spec import ShardingError, parse, parse_line
 
-KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
-KINDS |= {"all_to_all": "AllToAll", "shard": "Slice", "ragged_all_to_all": "AllToAll", "broadcast": "Broadcast"}
-KINDS |= {"reduce": "Reduce", "scatter": "Scatter", "gather": "Gather"}
+KINDS = CALLS | {"ragged_all_to_all": "AllToAll"}
 TYPED = (
     "einsum",
     "quantize",

@@ -25,7 +25,6 @@ import torch
 
 from scaling import launch, tree
 from scaling import mesh as meshes
-from scaling.check.compared import axes_named
 from scaling.check.contracts import documented, run_watched
 from scaling.check.findings import Judgement, place_of_error, place_of_function, real_path, said
 from scaling.check.mode import Judge
@@ -232,7 +231,7 @@ def _typed_function(fn: Any, judge: Judge) -> None:
     if not needed or not all(name in types or name == "mesh" for name in needed) or not types:
         return
     code = inspect.unwrap(fn).__code__  # the program's own function, below its decorators
-    mesh = _mesh_along(_axes_of(code).union(*map(axes_named, types.values())))
+    mesh = _mesh_along(_axes_of(code).union(*(spec.named_axes for spec in types.values())))
     watch = who_watches()
     if watch is None or code in judge.ran:
         return

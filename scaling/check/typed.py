@@ -10,11 +10,9 @@ from torch import Tensor
 from scaling.check.compared import (
     PODS,
     at_hand,
-    axes_named,
     broken_rule,
     dims_said,
     over_pods,
-    without_axes,
 )
 from scaling.check.findings import Judgement, place_of_call, place_parts, said
 from scaling.check.held import LOOK_UP, HeldType, axes_along, is_interleaved, look_up_over
@@ -77,7 +75,7 @@ class TypedLines(KnownArrays):
     def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
         """Return a line that names no pods as a pod runs it: P is added where an array is split or unreduced over P."""
         specs = *line.operands, line.result
-        if self.size(PODS) < 2 or any(PODS in axes_named(spec) for spec in specs):
+        if self.size(PODS) < 2 or any(PODS in spec.named_axes for spec in specs):
             return line
         split, partial = [], False
         for held, spec in zip(operands, line.operands, strict=False):
@@ -214,7 +212,7 @@ class TypedLines(KnownArrays):
         declared, ring = typed.operands[0], op.kind == "CollectivePermute"
         if ring:  # x is a block that a ring passes on, or the ring's sum so far
             self.passed_on |= set(op.axes)
-            held, declared = at_hand(held, op.axes, True), without_axes(declared, op.axes)
+            held, declared = at_hand(held, op.axes, True), declared.without(op.axes)
             self.give(x, held)
         line = self.in_pods(Line((declared,), typed.result), [held])
         if op.kind in ("Broadcast", "Scatter") and held.unreduced is not None:  # only the root's part counts

@@ -167,7 +167,7 @@ def unshard(line: str, x: Any, mesh) -> Any:
     `line` is the type of x.
     """
     spec, whole = parse(line), parse(line).whole()
-    if not spec.axes + spec.unreduced:
+    if not spec.named_axes:
         return shard(f"{spec} -> {spec}", x, mesh)
     if spec.unreduced:
         x = all_reduce(f"{spec} -> {spec.with_unreduced(())}", x, mesh)

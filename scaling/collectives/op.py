@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scaling.algebra.steps import sent_share
 from scaling.mesh import Group
 from scaling.spec import ShardingError, parse_line, refuse
 from scaling.trace import Event, now
@@ -158,6 +159,11 @@ class Kind(NamedTuple):
     traced: str = ""
 
 
+def _shared(op: Op, V: int) -> int:
+    sent, of = sent_share(op.kind, op.size)
+    return (V // op.size if KINDS[op.kind].grows else V) * sent // of
+
+
 def _permuted(op: Op, V: int) -> int:
     return V if any(source == op.index != target for source, target in op.pairs) else 0
 
@@ -168,13 +174,13 @@ def _sent_rows(op: Op, V: int) -> int:
 
 
 KINDS = {
-    "AllGather": Kind("ReduceScatter", lambda op, V: (op.size - 1) * V // op.size, grows=True),
-    "ReduceScatter": Kind("AllGather", lambda op, V: (op.size - 1) * V // op.size, splits=True, adds=True),
-    "AllReduce": Kind("AllReduce", lambda op, V: 2 * (op.size - 1) * V // op.size, adds=True),
-    "AllToAll": Kind("AllToAll", lambda op, V: (op.size - 1) * V // op.size**2, grows=True, splits=True),
+    "AllGather": Kind("ReduceScatter", _shared, grows=True),
+    "ReduceScatter": Kind("AllGather", _shared, splits=True, adds=True),
+    "AllReduce": Kind("AllReduce", _shared, adds=True),
+    "AllToAll": Kind("AllToAll", _shared, grows=True, splits=True),
     "CollectivePermute": Kind("CollectivePermute", _permuted),
-    "Slice": Kind("Pad", lambda op, V: 0, splits=True),
-    "Pad": Kind("Slice", lambda op, V: 0, grows=True, traced="Slice"),
+    "Slice": Kind("Pad", _shared, splits=True),
+    "Pad": Kind("Slice", _shared, grows=True, traced="Slice"),
     "Broadcast": Kind("Reduce", lambda op, V: (op.size - 1) * V if op.at_root else 0, adds=True),
     "Reduce": Kind("Broadcast", lambda op, V: 0 if op.at_root else V, adds=True),
     "Scatter": Kind("Gather", lambda op, V: (op.size - 1) * V // op.size if op.at_root else 0, splits=True),

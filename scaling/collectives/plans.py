@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from scaling.algebra.resharding import reshard as plan_reshard
+from scaling.algebra.rules import CALLS
 from scaling.algebra.steps import Plan, Step, permutation
 from scaling.collectives import calls as c
 from scaling.collectives.linear import who_watches
@@ -46,13 +47,7 @@ def _by_hand(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
     )
 
 
-_BY_LINE = {
-    "AllGather": c.all_gather,
-    "ReduceScatter": c.reduce_scatter,
-    "AllReduce": c.all_reduce,
-    "AllToAll": c.all_to_all,
-    "Slice": c.shard,
-}
+_BY_LINE = {kind: getattr(c, name) for name, kind in CALLS.items()}
 
 
 def _changed(step: Step) -> list[int]:

@@ -69,3 +69,15 @@ def _wrapped(text: str, columns: int, hang: str) -> list[str]:
     """Return the lines of a cell; line breaks in the cell are kept."""
     found = (wrap(line, columns, subsequent_indent=hang, break_on_hyphens=False) for line in text.splitlines())
     return [part for lines in found for part in lines] or [""]
+
+
+def significant(number: float) -> str:
+    """Format four significant digits, with an exponent that is a multiple of three up to 1e14: 13.02e9, 0.9151."""
+    if number == 0:
+        return "0"
+    exponent = int(f"{number:e}".partition("e")[2])
+    third = 0 if -3 <= exponent < 6 else exponent if abs(exponent) > 14 else exponent - exponent % 3
+    scaled = number / 10**third
+    text = f"{scaled:,.{max(0, 3 - (exponent - third))}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text + (f"e{third}" if third else "")

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from scaling.common.arguments import shortened
 from scaling.common.console import Parser, complaining, integer, number
-from scaling.common.tables import table
+from scaling.common.tables import significant, table
 from scaling.configs import get
 from scaling.configs.sources import HELP
-from scaling.cost.units import significant
 from scaling.hardware import CHIPS, Chip, Level, chip
 from scaling.models.leaves import counted_without
 from scaling.plan.candidates import plans, search

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from textwrap import wrap
 
-from scaling.common.tables import table
+from scaling.common.tables import significant, table
 from scaling.configs import Config
-from scaling.cost.units import significant
 from scaling.models.leaves import counted_without, uncomputed
 from scaling.plan import closed_form
 from scaling.plan.candidates import Found

@@ -124,7 +124,7 @@ def _check_whole(leaves: list[Tensor], mesh) -> None:
         spec = noted_shard(x)
         if spec is None and watch is not None:
             spec = watch.held(x).type
-        if spec is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in spec.axes + spec.unreduced):
+        if spec is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in spec.named_axes):
             what = f"array {i + 1} of {len(leaves)}, of shape {list(x.shape)}, is a shard of {spec}"
             rule = "shard_map takes whole arrays, the same on every rank, and cuts them itself"
             refuse(f"shard_map on {mesh}", what, rule, f'give the whole array, unshard("{spec}", x, mesh)')
@@ -194,7 +194,7 @@ def leaving(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
 
 def left(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
     """Return the whole array of shards that are stacked over all mesh axes."""
-    names = {*spec.axes, *spec.unreduced}
+    names = {*spec.named_axes}
     for at, axis in reversed(list(enumerate(bound.mesh.sizes))):
         if axis not in names:
             x = x.select(at, 0)

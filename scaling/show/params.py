@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scaling.common.console import Parser, complaining
-from scaling.common.tables import table
+from scaling.common.tables import significant, table
 from scaling.configs import Config, get
 from scaling.configs.sources import HELP
-from scaling.cost.units import significant
 from scaling.spec import parse
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies.transformer.types import specs

@@ -38,7 +38,7 @@ def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
     for device, coords in enumerate(itertools.product(*counts.values())):
         at = dict(zip(counts, coords, strict=True))
         block = [block_index(axes, at, sizes) for _, axes in spec.dims]
-        replica = tuple(i for axis, i in at.items() if axis not in spec.axes + spec.unreduced)
+        replica = tuple(i for axis, i in at.items() if axis not in spec.named_axes)
         held.setdefault(tuple(block), {}).setdefault(replica, []).append(device)
     return {block: list(replicas.values()) for block, replicas in sorted(held.items())}
 

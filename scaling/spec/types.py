@@ -7,7 +7,7 @@ does not mention hold replicas. This is plain Python, which needs neither torch 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,9 +19,8 @@ from scaling.spec.sizes import dtype_bytes, mesh_sizes
 
 def present(spec: "str | Spec", mesh) -> "Spec":
     """Return the type without the axes that the mesh lacks or has with size 1."""
-    spec, real = parse(spec), [axis for axis, size in mesh_sizes(mesh).items() if size > 1]
-    dims = tuple((dim, tuple(axis for axis in axes if axis in real)) for dim, axes in spec.dims)
-    return replace(spec, dims=dims, unreduced=tuple(axis for axis in spec.unreduced if axis in real))
+    spec, sizes = parse(spec), mesh_sizes(mesh)
+    return spec.without([axis for axis in spec.named_axes if sizes.get(axis, 1) == 1])
 
 
 def format_axes(axes: Sequence[str]) -> str:
@@ -127,10 +126,20 @@ class Spec:
             )
         return spec
 
+    @property
+    def named_axes(self) -> tuple[str, ...]:
+        """All axes that the type mentions, in dims or in {U}."""
+        return self.axes + self.unreduced
+
+    def without(self, axes: Collection[str]) -> "Spec":
+        """Return the type without these axes."""
+        left = lambda named: tuple(axis for axis in named if axis not in axes)  # noqa: E731
+        return replace(self, dims=tuple((dim, left(of)) for dim, of in self.dims), unreduced=left(self.unreduced))
+
     def replicated(self, mesh) -> tuple[str, ...]:
         """Return the mesh axes that this type does not mention, along which every device holds the same values."""
         self.check_axes(mesh)
-        return tuple(axis for axis in mesh_sizes(mesh) if axis not in self.axes + self.unreduced)
+        return tuple(axis for axis in mesh_sizes(mesh) if axis not in self.named_axes)
 
     def cotangent(self, mesh=()) -> "Spec":
         """Return the type of the array's cotangent, such as `dW` of `W`.
@@ -140,7 +149,7 @@ class Spec:
         Without any axes the cotangent is reduced. That of an array with scales has none.
         """
         axes = mesh if isinstance(mesh, (tuple, list)) else mesh_sizes(mesh)
-        unreduced = tuple(sorted({*axes} - {*self.axes, *self.unreduced}))
+        unreduced = tuple(sorted({*axes} - {*self.named_axes}))
         return replace(self, name="d" + self.name, unreduced=unreduced, scaled=())
 
     def placements(self, mesh) -> tuple:
@@ -168,7 +177,7 @@ class Spec:
             refuse(self, "one plain array has this type, with {Q}", "an array with scales is its values and its scales",
                    "quantize it by a line, W[D_X, F] -> W[D_X, F] {Q_D}, whose result has that type")  # fmt: skip
         sizes = mesh_sizes(mesh)
-        for axis in self.axes + self.unreduced:
+        for axis in self.named_axes:
             if axis not in sizes:
                 has = ", ".join(f"{a}={n}" for a, n in sizes.items()) or "no axes"
                 raise ShardingError(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from scaling.common.tables import significant
 from scaling.common.torchrun import this_rank
 from scaling.cost.counted import CountedStep
 from scaling.cost.memory import ROOM
-from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh, check_device
 from scaling.spec.sizes import format_sizes
 from scaling.train.programs import step_by_symbols

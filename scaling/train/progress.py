@@ -17,8 +17,8 @@ import torch
 
 from scaling import tree
 from scaling.common.console import fold
+from scaling.common.tables import significant
 from scaling.cost import transformer as tm
-from scaling.cost.units import significant
 from scaling.hardware import chip, chips
 from scaling.models.lora import adapter_specs, sizes_of
 from scaling.spec import parse

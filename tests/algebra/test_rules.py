@@ -10,7 +10,7 @@ from refused import evaluated, refused
 from scaling import collectives as c
 from scaling.algebra import matmul  # noqa: F401  of a line below
 from scaling.algebra.law import check_product, result_type
-from scaling.algebra.rules import collective_steps
+from scaling.algebra.rules import CALLS, collective_steps
 from scaling.collectives import op
 from scaling.collectives.op import dual_line
 from scaling.mesh import AbstractMesh
@@ -85,9 +85,7 @@ def test_legal_products(line):
     assert str(result_type(line)) == str(check_product(line).result) == line.split(" -> ")[1]
 
 
-KINDS = {"AllGather": c.all_gather, "ReduceScatter": c.reduce_scatter, "AllReduce": c.all_reduce}
-KINDS |= {"AllToAll": c.all_to_all, "Slice": c.shard, "Broadcast": c.broadcast, "Reduce": c.reduce}
-KINDS |= {"Scatter": c.scatter, "Gather": c.gather}
+KINDS = {kind: getattr(c, name) for name, kind in CALLS.items()}
 TRANSPOSED = "AllGather", "ReduceScatter", "AllReduce", "AllToAll"
 SIZES, ABSTRACT = {"I": 12, "J": 24}, AbstractMesh({"X": 2, "Y": 3})
 

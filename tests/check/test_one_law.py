@@ -55,7 +55,7 @@ def type_in_shard_map(fn, specs) -> str:
             kind = "unreduced" if spec.unreduced else "" if spec.axes else "reduced"
             given.append(pcast(x, "X", to=kind) if kind else x)
         y = fn(*given)
-        over = varying(y, here("the result", (), None)[0])
+        over = varying(y, here("the result", ())[0])
         found.append("sum" if marks(y).unreduced else "split" if over - marks(y).axes else "whole")
         return torch.zeros(())
 

@@ -10,7 +10,7 @@ from array_types import types
 from machine import on_ranks
 from misuse import rooms, typed
 from misuse.entries import AsOnNccl, Draw, tried
-from misuse.typed import OP_OF, is_legal
+from misuse.typed import CALLS, is_legal
 from torch.func import vjp
 
 from scaling import collectives as c
@@ -54,7 +54,7 @@ def test_every_legal_line_gives_the_shape_of_its_type_and_on_one_device_the_iden
     one, whole = Mesh({"X": 1, "Y": 1}, checked=True), torch.randn(16, 8)
     lines = [
         (kind, f"{before} -> {after}", before, after)
-        for before, after, kind in itertools.product(types("XY"), types("XY"), OP_OF)
+        for before, after, kind in itertools.product(types("XY"), types("XY"), CALLS)
         if is_legal(kind, f"{before} -> {after}", before, after)
     ]
     assert len(lines) > 100

@@ -11,16 +11,13 @@ import torch
 from misuse.entries import DTYPES, SPOILS, Draw, Wrong, typed
 from torch.utils.flop_counter import FlopCounterMode
 
-from scaling.algebra.rules import collective_steps
+from scaling.algebra.rules import CALLS, collective_steps
 from scaling.common.torch_private import storage_of
 from scaling.spec import ShardingError, Spec
 
 BUFFERS = ["fits", "fits", "by columns", "shape", "shape", "dtype", "expanded", "meta", "numpy", "operand", "leaf"]
 ENDS = slice(4), slice(-4, None)  # of the memory that a buffer lies in
 UNSEEN = {"out: expanded", "out: meta", "out: numpy", "elsewhere"}  # by a graph: torch traces no mixture of devices
-OP_OF = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce", "shard": "Slice"}
-OP_OF |= {"all_to_all": "AllToAll", "broadcast": "Broadcast", "reduce": "Reduce", "scatter": "Scatter"}
-OP_OF |= {"gather": "Gather"}
 
 
 def contributions(draw: Draw, spec: Spec, local: list[int], dtype) -> torch.Tensor:
@@ -87,10 +84,10 @@ def expected(kind, parts, before: Spec, after: Spec, mesh, by: str, root: int, a
 
 def is_legal(kind: str, line: str, before: Spec, after: Spec) -> bool:
     """Whether the rules, which other tests hold against outsiders, allow a line."""
-    if kind not in OP_OF or (kind == "shard" and before.same_sharding(after)):
+    if kind not in CALLS or (kind == "shard" and before.same_sharding(after)):
         return True
     try:
-        return bool(collective_steps(OP_OF[kind], line))
+        return bool(collective_steps(CALLS[kind], line))
     except ShardingError:
         return False
 

@@ -19,12 +19,13 @@ from itertools import chain
 
 import torch
 from misuse.entries import ODD, Draw, tried, typed
-from misuse.hold import OP_OF, Case, contributions, describe, expected, held, is_legal, spoiled
+from misuse.hold import Case, contributions, describe, expected, held, is_legal, spoiled
 
 from scaling import collectives as c
+from scaling.algebra.rules import CALLS
 from scaling.spec import ShardingError, Spec
 
-KINDS = [*OP_OF, "ppermute", "unshard", "reshard"]
+KINDS = [*CALLS, "ppermute", "unshard", "reshard"]
 REDUCING = ("reduce_scatter", "all_reduce", "reduce")
 ADDING = (*REDUCING, "broadcast", "unshard", "reshard")
 TAKES = dict.fromkeys(("all_gather", "gather", "all_to_all"), "axes")  # what a type has that the kind can change

@@ -1,6 +1,12 @@
-"""`jit`: a function of whole arrays and a few types, made into a program with collectives (Part 10, auto mode).
+"""Auto mode (Part 10): a program on whole arrays with a few types given; the planner inserts the collectives.
 
-A planned program consists of its lines in the notation, with the bytes they send, and can run them.
+    step = auto.jit(fn, mesh, ("In[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]")
+    print(step.lower(In, W).listing)
+    Out = step(In, W)
+
+`explicit.tracing` finds the operations, and `explicit.planning` the layouts that send the least. A planned program
+consists of its lines in the notation, with the bytes they send, and can run them. Inside the program
+`explicit.reshard` asks for a type, as JAX's `with_sharding_constraint` does.
 """
 
 from collections.abc import Callable, Sequence
