@@ -74,7 +74,7 @@ class Slots:
         self.near = None
         if "near" in cache:
             held = {name: x for name, x in cache.items() if name != "near"} | {"pages": cache["near"]}
-            self.near = Slots(held, new, T, share, extent, own)
+            self.near = Slots(held, new, T, share, extent, own, chunked)
         self.rows = share.rows(len(cache["lengths"]))
         self.begun, self.new = held, new = cache["lengths"][self.rows], new[self.rows]
         self.size = cache["KV"][0][0].shape[1]  # places of a row on this rank, or of a page

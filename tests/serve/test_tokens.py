@@ -29,6 +29,7 @@ SMALL = PLAIN.with_(name="small", L=1, D=8, F=12, K=1, H=4)
 LINEAR = PLAIN.with_(L=3, linear=Linear(2, 4, 6, 8, 4, (0, 2)))
 MODELS = {
     "dense": DENSE,
+    "chunks": DENSE.with_(chunked=True),
     "linear": LINEAR,
     "experts": CONFIGS["experts"],
     "deepseek": CONFIGS["deepseek"],
@@ -116,16 +117,16 @@ RICH = 1, 14  # seeds of traces in which everything happens
 
 @pytest.mark.parametrize("seeds", [RICH, pytest.param(range(300), marks=pytest.mark.sweep)], ids=["rich", "all"])
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("draft", [None, "ahead", "linear", "ngram", "small", "near"])
+@pytest.mark.parametrize("draft", [None, "ahead", "chunks", "linear", "ngram", "small", "near"])
 def test_random_traces(draft, window, seeds):
     """Preempted, prefixed, moved and speculated: what a draft proposes changes no token, nor do steps that are started
     ahead, of which each row's that has ended is dropped. A model with linear layers has states beside the pages; layers
     with a window of 7 keep all pages, or give back those that fell out of it."""
     total: Counter = Counter()
-    name, plain = "linear" if draft == "linear" else "dense", draft in (None, "ahead", "linear")
+    name, plain = draft if draft in ("chunks", "linear") else "dense", draft in (None, "ahead", "chunks", "linear")
     for seed in seeds:
         options, arrivals, cancel = test_engine.trace(seed, drafted=not plain)
-        options = replace(options, prefix=options.prefix and name == "dense")
+        options = replace(options, prefix=options.prefix and name != "linear")
         options = replace(options, policy="chunked", window=window) if window else options
         arrivals = [(at, r._replace(draw=Draw(HOW, 100 + r.id)) if r.id % 2 else r) for at, r in arrivals]
         way = {"ahead": draft == "ahead", "draft": None if plain else draft, "name": name}
@@ -133,7 +134,7 @@ def test_random_traces(draft, window, seeds):
         test_engine.check(served, arrivals, cancel, options, functools.partial(wanted, name=name))
         total += happened
     happens = ["Preempt", "given back" if window else "Move", "chunks", "cancelled"]
-    happens += ["hits", "full hits", "evictions"] * (name == "dense") + ["proposals kept"] * (draft == "near")
+    happens += ["hits", "full hits", "evictions"] * (name != "linear") + ["proposals kept"] * (draft == "near")
     assert all(total[what] for what in happens), total
 
 
