@@ -148,7 +148,7 @@ def linear_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     mesh, s = at.mesh, attend_linear(W, s, at)
     starts = None if at.places is None else at.places == 0
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
-    dO = einsum("dAttn[B_PXE, T_C, D] * W_O[n_Y, v, D] -> dO[B_PXE, T_C, n_Y, v]", dAttn, W["W_O"])
+    dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[n_Y, v, D] -> dO[B_PXE, T_C, n_Y, v]", dAttn, W["W_O"])
     dHeads, dZ, dgain = s["pull_norm"](dO)  # dgain[v] {U_PXECY}
     dHeads = dHeads.to(s["S"].dtype)
     own_tokens(dHeads, starts)
@@ -157,17 +157,17 @@ def linear_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     own_tokens(*drule)
     dQKV, dBA, *dmix = s["pull_mix"](tuple(drule))  # {U_PXEC}
     dQKVZ = torch.cat([tail_added(dQKV, at), dZ.unflatten(2, (dQKV.shape[2], -1)).flatten(3)], -1)
-    dy = einsum("dQKVZ[B_PXE, T_C, k_Y, m] * W_QKVZ[D, k_Y, m] -> dy[B_PXE, T_C, D] {U_Y}", dQKVZ, W["W_QKVZ"])
+    dy = at.einsum("dQKVZ[B_PXE, T_C, k_Y, m] * W_QKVZ[D, k_Y, m] -> dy[B_PXE, T_C, D] {U_Y}", dQKVZ, W["W_QKVZ"])
     line = "dBA[B_PXE, T_C, k_Y, u] * W_BA[D, k_Y, u] -> dy[B_PXE, T_C, D] {U_Y}"
-    dy = einsum(line, dBA, W["W_BA"], out=dy, add=True)
+    dy = at.einsum(line, dBA, W["W_BA"], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     dW = dict(zip(("conv_Q", "conv_K", "conv_V", "A_log", "dt"), dmix, strict=True)) | {"gain": dgain}
     line = "O[B_PXE, T_C, n_Y, v] * dAttn[B_PXE, T_C, D] -> dW_O[n_Y, v, D] {U_PXEC}"
-    dW["W_O"] = einsum(line, s["O"], dAttn)
+    dW["W_O"] = at.einsum(line, s["O"], dAttn)
     line = "y[B_PXE, T_C, D] * dQKVZ[B_PXE, T_C, k_Y, m] -> dW_QKVZ[D, k_Y, m] {U_PXEC}"
-    dW["W_QKVZ"] = einsum(line, s["y"], dQKVZ)
+    dW["W_QKVZ"] = at.einsum(line, s["y"], dQKVZ)
     line = "y[B_PXE, T_C, D] * dBA[B_PXE, T_C, k_Y, u] -> dW_BA[D, k_Y, u] {U_PXEC}"
-    dW["W_BA"] = einsum(line, s["y"], dBA)
+    dW["W_BA"] = at.einsum(line, s["y"], dBA)
     dx, dgains = normed_backward(W, "norm_attn", s["x"], s["r"], wait(dy), at.config)
     return dx, dW | dgains
 

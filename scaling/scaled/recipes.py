@@ -43,7 +43,9 @@ RECIPES = {
 }
 
 
-UNSCALED = ("router", "W_DKV")  # the choice of experts is a comparison, and no block of 128 divides M = C + rope
+# The choice of experts is a comparison; no block of 128 divides M = C + rope; a linear layer's gates and convolutions
+# are small.
+UNSCALED = ("router", "W_DKV", "W_BA", "c")
 
 
 class MatrixProduct(NamedTuple):

@@ -111,7 +111,6 @@ REFUSED = {
     "a convolution over 4 tokens": ({"C": 8}, 16, {"context": "ring"}),
     "a stage stores layers of one kind": ({"Z": 2}, 16, {}),
     "3 blocks": ({"Y": 3}, 18, {}),
-    "linear layers have products of their own": ({"Y": 2}, 16, {"precision": "fp8-row"}),
 }
 
 

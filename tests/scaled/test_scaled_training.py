@@ -10,7 +10,7 @@ import torch
 from refused import refused
 
 from scaling import trace, tree
-from scaling.configs import Config, Latent
+from scaling.configs import Config, Latent, Linear
 from scaling.cost.counted import NONE, price
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh, Mesh
@@ -29,6 +29,7 @@ EXPERTS = WIDE.with_(name="experts", F=256, E=4, k=2, aux_coef=0.01)
 GATED = EXPERTS.with_(name="gated", expert_bias=True, clamp=7.0, shared=1, shared_gate=True, capacity=1.0)
 LATENTS = WIDE.with_(name="latents", K=8, H=32, latent=Latent(256, 256, 32, 32, 32), dense_layers=1, F_dense=256, F=128,
                      E=4, k=2, shared=1, routing="sigmoid", norm_topk=True)  # fmt: skip
+LINEAR = WIDE.with_(name="linear", F=256, K=8, H=32, head_gate=True, linear=Linear(4, 8, 32, 32, 4, (0,)))
 ONE = Mesh({"X": 1})
 FAR = {"fp8-row": 0.15, "fp8-128": 0.13, "mxfp8": 0.13, "nvfp4": 0.4}  # errors of gradients, which add up over layers
 
@@ -54,6 +55,7 @@ TWO, STAGES, EXPERT = {"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"E": 2, "Y": 2}
 @pytest.mark.parametrize(("mesh", "config", "recipes"), [
     (TWO, BIASED, ("mxfp8",)), (TWO, WIDE, ("nvfp4",)), (STAGES, WIDE, ("fp8-row", "fp8-128")),
     (EXPERT, EXPERTS, ("fp8-row", "nvfp4")), ({"X": 2, "C": 2}, LATENTS, ("mxfp8",)),
+    ({"C": 2}, LINEAR, ("nvfp4",)), pytest.param(TWO, LINEAR, tuple(RECIPES), marks=pytest.mark.sweep),
     pytest.param(TWO, WIDE, ("fp8-row", "fp8-128"), marks=pytest.mark.sweep),
     pytest.param(STAGES, BIASED, ("mxfp8",), marks=pytest.mark.sweep),  # nvfp4's one scale is that of a microbatch
     pytest.param({"X": 2, "E": 2}, GATED, tuple(RECIPES), marks=pytest.mark.sweep),
@@ -63,7 +65,7 @@ TWO, STAGES, EXPERT = {"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"E": 2, "Y": 2}
 def test_on_a_mesh_as_on_one_device(mesh, config, recipes):
     for precision in recipes:
         options = {"microbatches": 2, "remat": "block"} if "Z" in mesh.sizes else {"remat": "matmuls"}
-        if config.moe:  # whose balance is that of a microbatch
+        if config.moe or config.linear:  # the balance is that of a microbatch, and a state is handed on
             options = {"context": "ring"}
         loss, grads = step(mesh, config, precision, **options)
         if mesh.rank == 0:
@@ -74,13 +76,13 @@ def test_on_a_mesh_as_on_one_device(mesh, config, recipes):
 
 @pytest.mark.parametrize(
     "config",
-    [WIDE.with_(head_gate=True), BIASED.with_(norms="both", residual_scale=0.5), LATENTS],
-    ids=["gated heads", "norms", "experts"],
+    [LINEAR, BIASED.with_(norms="both", residual_scale=0.5), LATENTS],
+    ids=["linear", "norms", "experts"],
 )
 def test_what_is_computed_again_changes_nothing(config):
     """A layer that is computed again has the weights of both passes; other policies compute no product again."""
     alone, wanted = step(ONE, config, "mxfp8")
-    for remat in ("block",) if config.moe else ("block", "matmuls", "attention"):
+    for remat in ("block",) if config.moe else ("block", "matmuls"):
         loss, grads = step(ONE, config, "mxfp8", remat=remat)
         assert loss == alone
         assert all(torch.equal(grads[name], wanted[name]) for name in wanted), remat
@@ -98,7 +100,7 @@ def test_gradients_are_near_those_of_products_that_are_not_scaled(precision):
     assert 0.02 < far(grads, wanted) < FAR[precision]
 
 
-@pytest.mark.parametrize("config", [WIDE, LATENTS], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [WIDE, LATENTS, LINEAR], ids=lambda config: config.name)
 @pytest.mark.parametrize("precision", RECIPES)
 def test_weights_are_gathered_in_the_bytes_of_their_formats(config, precision):
     """In both passes, values and the scales of blocks or rows; where X splits a row, its maximum is reduced instead."""

@@ -211,7 +211,6 @@ def check_precision(
     """
     one_of("precision", options.precision, RECIPES)
     why = {
-        "linear layers have products of their own": config.linear,
         "adapters are trained beside weights that stay as they are": options.lora,
         "a weight that is kept needs the forms of both passes": options.keep_weights,
         "parallel blocks are computed again within their products": options.remat == "block" and config.parallel,
