@@ -9,6 +9,7 @@ dualpipe_v    two chunks per rank, placed in a V     DeepSeek-V3, arXiv:2412.194
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from scaling.schedules.schedule import Schedule, from_orders
 
@@ -164,6 +165,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
+@lru_cache(maxsize=64, typed=True)
 def make(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """Return the schedule called `name`, a key of SCHEDULES; without `chunks`, a rank has 2 if it may have several."""
     if name not in SCHEDULES:

@@ -64,7 +64,7 @@ def structure_of(
     if (model.K % Y and Y % model.K) or model.k > El * (LEAST["E"] if sizes.get("E", 1) > 1 else 1):
         raise NotMonomial(f"{model.name}: {model.K} heads on {Y} ranks, or {model.k} of so few experts")
     stage = (L - model.dense_layers) // Z
-    counts = {L, M, Z, C, stage, stage + 1, model.dense_layers, El, El + 1, J} - {0}
+    counts = {L, M, Z, Z - 1, C, stage, stage + 1, model.dense_layers, El, El + 1, J} - {0}
     own = ("El", El, model.E // sizes.get("E", 1)), ("J", J, loss_chunks(settings, sizes)[0])
     loop = {name: n for name, n, whole in own if n != whole}
     p = primes_for([*LEAST], counts - {*loop.values()}, {**least, **loop})
