@@ -28,7 +28,7 @@ from scaling.models.rope import layer_tables
 from scaling.models.transformer import all_layers
 from scaling.scaled import Scaled
 from scaling.serve.cache import capacity, check_cache, share_of, writable
-from scaling.serve.forms import experts, heads, heads_batch, latent, linear, sequence, weights_2d
+from scaling.serve.forms import experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.requests import check_served_text, longest_text
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, check_dtypes, floats, plain_leaf, specs
@@ -181,7 +181,7 @@ def logits_of(
     with kernels(x.device):
         for l, W in enumerate(all_layers(params, config)):
             W = floats(W, dtype) if stored else W
-            layer, kind = at._replace(rope=ropes[l]), linear.attention if "W_QKVZ" in W else attention
+            layer, kind = at._replace(rope=ropes[l]), heads.linear_attention if "W_QKVZ" in W else attention
             Attn = listing.normed_result(W, "norm_attn_out", kind(W, x, layer, config.slots[l]), at)
             mid = x + scale_by(Attn, scale)
             Out = listing.mlp(read_norms(W), x, at) if config.parallel else listing.mlp(W, mid, at)
