@@ -17,7 +17,7 @@ from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.plan.candidates import plans, splits
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Fixed, Job, Layout, run_bytes
+from scaling.plan.job import SCHEDULES, Fixed, Job, Layout, run_bytes
 from scaling.plan.network import slice_shape
 from scaling.plan.ties import TIE, effort, settle_ties
 from scaling.plan.transformer_step import StepForecast, predict_transformer
@@ -31,8 +31,9 @@ from scaling.train.structure import resolved
 OFFERED = 4  # the meshes that are shown
 TRIES = 6  # with a chip of the catalogue the search ends once so many meshes proved too full
 TRIED = 64  # the most ranks for which every mesh's own code is counted
-OPEN = "zero", "remat", "microbatches"  # options that are chosen as well if a run does not give them
+OPEN = "zero", "remat", "microbatches", "pipeline"  # options that are chosen as well if a run does not give them
 ZEROS = 3, 1  # the stages that are tried then; of equally fast ones the first is taken
+PIPELINES = "1f1b", "interleaved"  # the schedules that are tried then; a run reaches no other one's time
 DOUBLED = 2  # how often the microbatches are doubled for a mesh that is too full
 AXES = {"pod": "P", "data": "P", "pipe": "Z", "fsdp": "X", "context": "C", "tensor": "Y", "expert": "E"}
 NAMES = {"P": "data", "Z": "pipe", "X": "fsdp", "C": "context", "Y": "tensor", "E": "expert"}
@@ -65,7 +66,7 @@ class MeshChoice:
 
     @property
     def name(self) -> str:
-        """The mesh, with its stage of ZeRO."""
+        """The mesh, with its stage of ZeRO and its schedule."""
         return mesh_name(self.sizes, self.settings)
 
     def effort(self, chip: Chip) -> tuple:
@@ -74,9 +75,10 @@ class MeshChoice:
 
 
 def mesh_name(sizes: Mapping[str, int], settings: Settings) -> str:
-    """Return "X=8 (ZeRO-1)": a mesh, and ZeRO where the params are not sharded over X."""
-    zero = f" (ZeRO-{settings.zero})" if settings.zero != 3 and sizes.get("X", 1) > 1 else ""
-    return format_sizes(sizes) + zero
+    """Return "X=8 (ZeRO-1)": a mesh, ZeRO where X does not shard the params, and the schedule where it is not 1F1B."""
+    words = [f"ZeRO-{settings.zero}"] if settings.zero != 3 and sizes.get("X", 1) > 1 else []
+    words += filter(None, [settings.schedule_on(sizes)])
+    return format_sizes(sizes) + (f" ({', '.join(words)})" if words else "")
 
 
 def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
@@ -166,15 +168,16 @@ def planned(
 ) -> Iterator[tuple[dict[str, int], Settings]]:  # fmt: skip
     """Yield (mesh, settings on it) of `ranks` chips of the catalogue, the fastest first by the planner's formulas.
 
-    `zeros` and `chosen` are as in `evaluated`. If the formulas refuse a mesh, the reason is added to `refused`. Stages
-    run by 1F1B.
+    `zeros` and `chosen` are as in `evaluated`. If the formulas refuse a mesh, the reason is added to `refused`.
     """
     seen: set[str] = set()
     found = [*evaluated(settings, chip, ranks, zeros, chosen)]
     for one in sorted(found, key=lambda one: (not one.fits, float(one.forecast), -one.layout.zero)):
         sizes, layout = mesh_of(one.layout), one.layout
         zero = layout.zero if "X" in sizes and layout.zero in zeros else zeros[0]
-        some = replace(settings, zero=zero, remat=layout.remat, microbatches=layout.microbatches)
+        pipeline = layout.pipeline if "pipeline" in chosen else settings.pipeline
+        given = {"remat": layout.remat, "microbatches": layout.microbatches, "pipeline": pipeline}
+        some = replace(settings, zero=zero, **given)
         name = mesh_name(sizes, some)
         if not one.fits:
             refused.append(f"{name}: a chip needs {float(one.held.total) / 1e9:.2f} GB")
@@ -219,15 +222,18 @@ def evaluated(
         shards=("fsdp",),
     )  # fmt: skip
     given = {name: getattr(settings, name) for name in ("remat", "microbatches") if name not in chosen}
-    fixed = Fixed(schedule="1f1b", reduce="once", **given)
+    schedule, _, chunks = settings.pipeline.partition(":")
+    schedules = PIPELINES if "pipeline" in chosen else (schedule if schedule in SCHEDULES else "1f1b",)
+    fixed = Fixed(reduce="once", chunks=int(chunks) if chunks and "pipeline" not in chosen else None, **given)
     failures: list[ValueError] = []
     stages = {*(1 if zero == 2 else zero for zero in zeros), 0}  # the formulas know no 2
-    for zero in stages:
+    tries = [replace(fixed, zero=zero, schedule=one) for zero in stages for one in schedules]
+    for some in tries:
         try:
-            yield from plans(job, chip, ranks, replace(fixed, zero=zero))
+            yield from plans(job, chip, ranks, some)
         except ValueError as error:
             failures.append(error)
-    if len(failures) == len(stages):
+    if len(failures) == len(tries):
         raise failures[0]
 
 

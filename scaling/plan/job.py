@@ -205,6 +205,13 @@ class Layout:
         return " x ".join(named) or "one chip"
 
     @property
+    def pipeline(self) -> str:
+        """The schedule of the stages, as `scaling.train --pipeline` names it."""
+        if self.pipe == 1:
+            return "1f1b"
+        return self.schedule + (f":{self.chunks}" if self.schedule == "interleaved" else "")
+
+    @property
     def meaning(self) -> str:
         """The meaning of the name: what each axis splits, and what ZeRO shards over how many chips."""
         shards, replicas = self.shards, self.data * self.context * self.expert

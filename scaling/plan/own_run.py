@@ -11,8 +11,6 @@ from scaling.train.settings import DTYPES, Settings
 
 def unlike(best: Layout) -> str:
     """Return what no run can do of a layout, or ""."""
-    if best.pipe > 1 and best.schedule != "1f1b":
-        return f"stages run by 1F1B, not by {best.schedule}"
     if best.zero == 3 and best.microbatches > 1 and best.reduce == "each":
         return "gradients are summed whole and scattered once, not after each microbatch"
     if best.shards > best.fsdp:
@@ -33,7 +31,7 @@ def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain:
         return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
     settings = Settings(
         job.config, "", "", job.sequences, job.seq, microbatches=best.microbatches, dtype=job.dtype, remat=best.remat,
-        zero=best.zero,
+        zero=best.zero, pipeline=best.pipeline,
     )  # fmt: skip
     refused: list[str] = []
     try:
@@ -61,4 +59,6 @@ def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain:
         lines += ["  on CPUs or GPUs, because PyTorch on TPUs is not supported here"]
     said = f"  By its own count (--dry-run): {chosen.seconds:.3g} s a step, {report.size(chosen.memory)} a rank"
     lines += [f"{said}; sent in a step over {sent}" if sent else said]
+    if (name := chosen.settings.schedule_on(chosen.sizes)) in ("zb-h1", "dualpipev"):
+        lines.append(f"  A layer's backward gives dx and dW together here, so {name} is no faster than this count says")
     return [*lines, "", *cost_table(chosen.step.fullest).splitlines()] if explain else lines

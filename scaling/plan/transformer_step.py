@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from scaling.cost.counted import CountedStep, Prediction, measured_row, others_i
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.plan import report
+from scaling.strategies.transformer.types import slots_of
 from scaling.train import dry
-from scaling.train.programs import step_by_symbols
+from scaling.train.programs import chunks_on, step_by_symbols
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import begin_state, drawn_params, make_step
 from scaling.train.step_count import local_shape
@@ -36,14 +38,16 @@ def predict_transformer(
 ) -> StepForecast:
     """Price a Transformer's training step, stage by stage, for rows that are one document each.
 
-    Stages do the work of once per step, such as the optimizer's update, at the same time. `shape` is the slice of a
-    torus that the mesh is laid on.
+    Stages do the work of once per step, such as the optimizer's update, at the same time. An interleaved pipeline fills
+    and drains by chunks; ZB-H1 and DualPipeV are as 1F1B, because a layer's backward is not split in two. `shape` is
+    the slice of a torus that the mesh is laid on.
 
     Raises:
         ShardingError, ValueError: The arrays do not divide over the mesh, or the step does not fit.
     """
     Z, ranks, M = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.microbatches
-    few = min(M, 2)  # microbatches, from which on a step is linear in them
+    chunks = chunks_on(settings, sizes)
+    few, unit = (min(M, 2), 1) if chunks == 1 else (2 * Z, Z)  # microbatches, from which on a step is linear in them
 
     def did(z: int, microbatches: int) -> CountedStep:
         rows = settings.batch // M  # as many in each microbatch
@@ -61,20 +65,23 @@ def predict_transformer(
     one, all_ = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
     faster = max(1.0, min(Z, one.bandwidth / all_.bandwidth)) if one and all_ else 1.0
     kinds: dict[tuple, tuple] = {}  # of stages: the first, the last, and those between by their number of layers
-    stages = []
+    stages, slots = [], slots_of(settings.model, AbstractMesh(sizes), settings.schedule_on(sizes))
     for z in range(Z):
-        kind = z == 0, z == Z - 1, z < settings.model.sizes["L"] % Z
+        own = slots[z * len(slots) // Z : (z + 1) * len(slots) // Z]
+        kind = z == 0, z == Z - 1, own.count(-1)
         if kind not in kinds:
-            less, more = did(z, few), did(z, few + 1)
-            whole = weighted_sum([(few + 1 - M, less), (M - few, more)])
-            each = weighted_sum([(M, more), (-M, less)])  # a step's work per microbatch; below, its work once
-            once = weighted_sum([(few + 1, less), (-few, more)])
+            less, more = did(z, few), did(z, few + unit)
+            first, rest = Fraction(few, unit), Fraction(M - few, unit)
+            whole = weighted_sum([(1 - rest, less), (rest, more)])
+            each = weighted_sum([(first + rest, more), (-first - rest, less)])  # a step's work per microbatch
+            once = weighted_sum([(1 + first, less), (-first, more)])  # and its work once
             beside = priced(each)
             alone = beside.own / faster + sum(t for t in priced(each, others_idle(chip)).comms.values())
             kinds[kind] = priced(whole), seconds(beside), alone, seconds(priced(once))
         stages.append(kinds[kind])
     whole, beside, alone, once = zip(*stages, strict=True)
-    return StepForecast(whole, pipelined(beside, M, alone) + max(once))
+    turns = M * chunks if settings.pipeline.startswith("interleaved") else M
+    return StepForecast(whole, pipelined(beside, turns, alone) + max(once))
 
 
 def cost_table(part: Prediction) -> str:

@@ -167,10 +167,15 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 @lru_cache(maxsize=64, typed=True)
 def make(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Return the schedule called `name`, a key of SCHEDULES; without `chunks`, a rank has 2 if it may have several."""
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}\n  fix: choose one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[name](stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
+    """Return the schedule called `name`, a key of SCHEDULES, or with its chunks per rank, such as "interleaved:4".
+
+    If `chunks` is not given either way, a rank has 2 if it may have several.
+    """
+    family, colon, count = str(name).partition(":")
+    if family not in SCHEDULES or (colon and not (count.isdecimal() and chunks is None)):
+        raise ValueError(f"unknown schedule {name!r}\n  fix: choose one of {', '.join(SCHEDULES)}, or interleaved:4")
+    chunks = int(count) if colon else chunks
+    return SCHEDULES[family](stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
 
 
 def _check(name: str, stages: int, microbatches: int, chunks: int, only_chunks: int | None = None) -> None:

@@ -27,7 +27,6 @@ from scaling.mesh import AbstractMesh
 from scaling.models.ends import NO_END
 from scaling.models.text import NAME
 from scaling.spec.sizes import format_sizes, parse_mesh
-from scaling.strategies import transformer
 from scaling.train import compare, corpus, dry, evaluate, export, flight
 from scaling.train.documents import add_options, check_options
 from scaling.train.folder import prepared
@@ -35,7 +34,7 @@ from scaling.train.loop import run
 from scaling.train.origin import begun_from, end_for, tokenizer_for, weights_to_begin_with
 from scaling.train.progress import check_installed, describe
 from scaling.train.settings import Settings, add_flags
-from scaling.train.step import check_compiled, options_of_adapters
+from scaling.train.step import check_compiled, held_types, options_of_adapters
 
 GIVE = ("P", "X")  # the axes that are halved, in this order
 OTHERS = {
@@ -139,7 +138,7 @@ def main(argv=None) -> int:
     asked, settings = settings, shared(settings, declared, sizes)
     if first_rank() and (note := loss_note(asked, settings)):
         print(f"warning: {note}", file=sys.stderr, flush=True)
-    transformer.specs(config, AbstractMesh(sizes), zero=settings.zero, lora=settings.adapters)
+    held_types(settings, AbstractMesh(sizes))  # for its refusals
     check_compiled(settings, sizes)
     if args.dry_run:
         backend = "gloo" if args.device == "cpu" else "abstract"

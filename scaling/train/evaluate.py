@@ -44,7 +44,7 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
             if counted := int((targets != IGNORED).sum()):
                 some, targets, segments = (local(x, mesh) for x in (some, targets, segments))
                 given = {"segments": segments, "zero": settings.zero, "lora": settings.adapters}
-                given |= {"context": settings.context}
+                given |= {"context": settings.context, "schedule": settings.schedule_on(mesh.sizes)}
                 loss = transformer.loss(params, some, targets, config, mesh, **given)
                 total, count = total + loss.item() * counted, count + counted
     return total / count if count else math.nan
@@ -91,8 +91,9 @@ def continuation(params, settings: Settings, mesh) -> str:
     The params are gathered on every rank, and rank 0 then runs the model as on one device. Tokens are drawn by the
     run's seed.
     """
-    params = with_adapters(params, settings, mesh)
-    whole, by = transformer.unshard(params, settings.model, mesh, zero=settings.zero), tokenizer_in(settings)
+    layout = {"zero": settings.zero, "schedule": settings.schedule_on(mesh.sizes)}
+    whole = transformer.unshard(with_adapters(params, settings, mesh), settings.model, mesh, **layout)
+    by = tokenizer_in(settings)
     if mesh.rank:
         return ""
     generator, end = torch.Generator().manual_seed(settings.seed), chosen_end(by, settings.eos_id)

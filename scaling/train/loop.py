@@ -15,7 +15,6 @@ from scaling import optim, tree
 from scaling.common.arguments import of_type
 from scaling.models.params import stored_sizes
 from scaling.profile.record import watched
-from scaling.strategies.transformer.types import stored_places
 from scaling.trace import Log
 from scaling.train import checkpoint, guards
 from scaling.train.batches import Batch, ahead, inputs, leave_out
@@ -34,7 +33,7 @@ from scaling.train.record import (
     resumable,
 )
 from scaling.train.settings import Settings, optimizer_of, rate
-from scaling.train.step import begin_state, held_types, make_step, parted, started, trained_types
+from scaling.train.step import begin_state, held_types, make_step, parted, started, stored_layout, trained_types
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
@@ -44,7 +43,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
 
     `keep`: rank 0 calls it once every rank has accepted the run. Nothing is written into the run's folder before that.
     """
-    out, places = Path(settings.out), stored_places(settings.model, mesh)
+    out, (_, places) = Path(settings.out), stored_layout(settings, mesh)
     train, valid = inputs(settings)
     optimizer, types = optimizer_of(settings), trained_types(settings, mesh)
     specs, made_with = state_specs(settings, mesh, optimizer), record_of(settings)
@@ -151,7 +150,7 @@ def first_whole(
         ValueError: All steps are damaged, or a step was made with other options, data, model or tokenizer.
     """
     out, config = Path(settings.out), settings.model
-    places, first = stored_places(config, mesh), ""
+    (_, places), first = stored_layout(settings, mesh), ""
     sizes = stored_sizes(config, places) | ({"r": settings.lora} if settings.lora else {})
     for step in steps:
         before, state, damage = {}, {}, ""

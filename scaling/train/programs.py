@@ -18,6 +18,7 @@ from scaling.configs import Config
 from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.lines import LiveBytes, Polynomial, Shares, StepProgram, share_of_sent
 from scaling.mesh import AbstractMesh
+from scaling.schedules import make
 from scaling.strategies.channels import AHEAD
 from scaling.strategies.transformer import types
 from scaling.trace.count import Numbers
@@ -39,22 +40,22 @@ from scaling.train.structure import (
 
 DECIDE = (  # the settings that determine a step
     "batch", "seq", "microbatches", "optimizer", "dtype", "remat", "precision", "zero", "keep_weights", "lora",
-    "lora_on", "lora_alpha",
+    "lora_on", "lora_alpha", "pipeline",
 )  # fmt: skip
 
 
 def step_by_symbols(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
-    schedule: str | None = None, documents: bool = True, memory: bool = True,
+    documents: bool = True, memory: bool = True,
 ) -> CountedStep:  # fmt: skip
     """Return the count of a step, as `step_count.count` gives it, from the programs of its structure.
 
     Without `memory` fewer layers and microbatches are traced. If some size is not a product of symbols, as in a step of
     Muon or of adapters, the same numbers of layers and microbatches are counted at the step's own sizes.
     """
-    resolved(settings, sizes, schedule)  # for its refusals, which are the run's own
-    given = sizes, coord, backend, schedule, documents
-    depths = traced_depths(settings, sizes, coord, schedule, memory)
+    resolved(settings, sizes)  # for its refusals, which are the run's own
+    given = sizes, coord, backend, documents
+    depths = traced_depths(settings, sizes, coord, memory)
     if len(depths) == 1:
         return counted(settings, *given)
     try:
@@ -72,17 +73,17 @@ def least_memory(settings: Settings, sizes: Mapping[str, int], coord: Mapping[st
 
     While there are at most as many microbatches as stages, the peak is linear in their number. With more microbatches
     the gradients of the first ones are added, so the step needs more. The result is 0 if the step itself has so few
-    microbatches.
+    microbatches, or another schedule than 1F1B.
     """
     most, few = min(sizes.get("Z", 1), settings.microbatches), AHEAD + 2
-    if most <= few + 2:
+    if most <= few + 2 or settings.schedule_on(sizes):
         return 0
     steps = (step_by_symbols(with_few(settings, settings.model.L, M), sizes, coord, backend) for M in (few, few + 1))
     return weighted_sum(zip((few + 1 - most, most - few), steps, strict=True)).memory
 
 
 def traced_depths(
-    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, schedule: str | None, memory: bool
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, memory: bool
 ) -> list[tuple[Fraction, int, int]]:
     """Return [(weight, layers, microbatches)] of the steps to trace: their weighted counts sum to the whole step's.
 
@@ -91,18 +92,24 @@ def traced_depths(
     are traced.
     """
     model, Z, M = settings.model, sizes.get("Z", 1), settings.microbatches
-    chunks = {"interleaved": 2, "dualpipev": 2}.get(schedule or "", 1)
+    chunks, of_stages = chunks_on(settings, sizes), settings.schedule_on(sizes)
     if memory:
         few, full = (3, 3) if Z == 1 else (2, max(Z - (coord or {}).get("Z", 0), AHEAD + 1) + 1)
     else:
         few, full = 2, 2 * Z if chunks > 1 else 2
-    if memory and Z > 1 and (schedule or 2 * full >= M):
+    if memory and Z > 1 and (of_stages or 2 * full >= M):
         full = M  # one run of all microbatches takes less than runs of two smaller numbers
     layers = samples(model.L, period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
     if model.linear or settings.optimizer == "muon":  # Muon's update deals the matrices of all layers out to the ranks
         layers = [(Fraction(1), model.L)]
     batches = samples(M, Z if chunks > 1 else 1, full)
     return [(a * b, L, m) for (a, L), (b, m) in product(layers, batches)]
+
+
+def chunks_on(settings: Settings, sizes: Mapping[str, int]) -> int:
+    """Return the number of chunks of layers that a rank's stages have."""
+    Z = sizes.get("Z", 1)
+    return make(settings.pipeline, Z, 2 * Z).chunks if Z > 1 else 1
 
 
 def traced_loops(settings: Settings, sizes: Mapping[str, int]) -> list[tuple[Fraction, int, int]]:
@@ -212,7 +219,7 @@ def traced(structure: Structure) -> StepProgram | NotMonomial:
     mesh = AbstractMesh(dict(structure.mesh), dict(structure.coord), structure.backend)
     memory, s = LiveSymbols(symbols=structure.symbols), structure
     try:
-        step = run(s.settings, mesh, s.schedule, s.documents, Symbolic(s), memory, s.limits)
+        step = run(s.settings, mesh, s.documents, Symbolic(s), memory, s.limits)
     except NotMonomial as error:
         return error
     if memory.error:
@@ -233,7 +240,7 @@ def program_at(
         "T": settings.seq,
     }
     at |= {"E+1": model.E + 1, "T-1": settings.seq - 1, "J": number, "row": LIMITS.row}
-    at |= packed_sizes(settings, sizes, structure.schedule)
+    at |= packed_sizes(settings, sizes)
     if C > 1:
         for traced, real in {*zip(structure.settings.model.windows, model.windows, strict=False)}:
             own = (0, None) if model.chunked else (traced or 0, real)

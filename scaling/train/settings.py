@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,6 +16,7 @@ from scaling.cost.transformer import POLICIES
 from scaling.models.leaves import matrices_of
 from scaling.models.lora import Lora
 from scaling.scaled import RECIPES
+from scaling.schedules import make
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,6 +31,15 @@ def as_flag(default: Any, help: str, kind: Callable | None = None, **how: Any) -
         **how: Other arguments of argparse's add_argument.
     """
     return field(default=default, metadata={"help": help, "type": kind} | how)
+
+
+def pipeline_name(text: str) -> str:
+    """Check, as a type for argparse, the name of a pipeline's schedule."""
+    try:
+        make(text, 2, 4)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
+    return text
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,13 @@ class Settings:
     seq: int = as_flag(256, "tokens per sequence", integer(1))
     steps: int = as_flag(200, "number of steps", integer(1))
     microbatches: int = as_flag(1, "microbatches per step", integer(1))
+    pipeline: str = as_flag(
+        "1f1b",
+        "the schedule of the stages on Z: 1f1b, gpipe, interleaved:CHUNKS, with CHUNKS of layers a rank, zb-h1, "
+        "dualpipev",
+        pipeline_name,
+        metavar="SCHEDULE",
+    )
     optimizer: str = as_flag(
         "adamw", "adamw, or muon for the layers' matrices and adamw for the rest", choices=("adamw", "muon")
     )
@@ -119,6 +136,10 @@ class Settings:
     def adapters(self) -> Lora | None:
         """The adapters that are trained, or None if all params are trained."""
         return Lora(self.lora, tuple(self.lora_on.split(",")), self.lora_alpha) if self.lora else None
+
+    def schedule_on(self, sizes: Mapping[str, int]) -> str | None:
+        """Return the pipeline's schedule as `StepOptions` takes it: None is 1F1B, or a mesh without stages."""
+        return self.pipeline if sizes.get("Z", 1) > 1 and self.pipeline != "1f1b" else None
 
     @property
     def context(self) -> str:

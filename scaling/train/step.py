@@ -20,12 +20,17 @@ from scaling.train import guards
 from scaling.train.settings import DTYPES, Settings
 
 
-def drawn_params(settings: Settings, mesh, device: "str | None" = None, schedule=None) -> dict:
+def stored_layout(settings: Settings, mesh) -> tuple[dict, dict[str, list[int]]]:
+    """Return the types in which the model's params are stored, and the places of their slots (`stored_places`)."""
+    config, schedule = settings.model, settings.schedule_on(mesh.sizes)
+    return transformer.specs(config, mesh, zero=settings.zero), stored_places(config, mesh, schedule)
+
+
+def drawn_params(settings: Settings, mesh, device: "str | None" = None) -> dict:
     """Draw this rank's params, and adapters if any, by the seed; no rank holds more than its shards."""
-    config, places = settings.model, stored_places(settings.model, mesh, schedule)
-    types = transformer.specs(config, mesh, zero=settings.zero, schedule=schedule)
-    dtype = DTYPES[settings.dtype]
-    params = model.init(config, settings.seed, dtype, device, mesh=mesh, specs=types, places=places)
+    types, places = stored_layout(settings, mesh)
+    given = settings.model, settings.seed, DTYPES[settings.dtype], device
+    params = model.init(*given, mesh=mesh, specs=types, places=places)
     return params | new_adapters(settings, mesh, types, device)
 
 
@@ -33,9 +38,8 @@ def started(settings: Settings, mesh) -> dict:
     """Return the params that a run begins with, which are a folder's weights or drawn by the seed, and any adapters."""
     if not settings.weights:
         return drawn_params(settings, mesh)
-    config, types = settings.model, transformer.specs(settings.model, mesh, zero=settings.zero)
-    places, dtype = stored_places(config, mesh), DTYPES[settings.dtype]
-    _, params = hf.load_sharded(settings.weights, types, mesh, dtype, places=places)
+    types, places = stored_layout(settings, mesh)
+    _, params = hf.load_sharded(settings.weights, types, mesh, DTYPES[settings.dtype], places=places)
     return params | new_adapters(settings, mesh, types)
 
 
@@ -76,22 +80,22 @@ def with_adapters(params: dict, settings: Settings, mesh) -> dict:
 
 def held_types(settings: Settings, mesh) -> dict:
     """Return the types in which the trained params are stored."""
-    types = transformer.specs(settings.model, mesh, zero=settings.zero, lora=settings.adapters)
-    return parted(settings, types)[1]
+    layout = {"zero": settings.zero, "schedule": settings.schedule_on(mesh.sizes), "lora": settings.adapters}
+    return parted(settings, transformer.specs(settings.model, mesh, **layout))[1]
 
 
-def trained_types(settings: Settings, mesh, schedule=None) -> dict:
+def trained_types(settings: Settings, mesh) -> dict:
     """Return the types of the trained params' gradients."""
     if settings.adapters:
         return held_types(settings, mesh)
-    return transformer.grad_specs(settings.model, mesh, zero=settings.zero, schedule=schedule)
+    return transformer.grad_specs(settings.model, mesh, zero=settings.zero)
 
 
 class Updated:
     """The part of the params that this rank updates, typed as the gradients.
 
     With ZeRO-1 and 2 this part is a shard over X of the params that the rank holds, and the new params are gathered
-    after the update. Otherwise it is all the params that the rank holds. The lines do not depend on a schedule.
+    after the update. Otherwise it is all the params that the rank holds.
     """
 
     def __init__(self, settings: Settings, mesh):
@@ -120,12 +124,12 @@ def begin_state(settings: Settings, mesh, optimizer: optim.Optimizer, params) ->
     return optimizer.init(Updated(settings, mesh).shards(params))
 
 
-def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = None, limits: Limits = LIMITS) -> Callable:
+def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limits = LIMITS) -> Callable:
     """Return f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm).
 
     `frozen`: the params that have no gradients; `limits`: as in StepOptions.
     """
-    config, zero, types = settings.model, settings.zero, trained_types(settings, mesh, schedule)
+    config, zero, types = settings.model, settings.zero, trained_types(settings, mesh)
     sums, others = torch.promote_types(DTYPES[settings.dtype], torch.float32), frozen or {}
 
     def f(params, batch, step: int = 0, scale: float = 1.0):
@@ -133,8 +137,8 @@ def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = Non
         seed = at_step(settings.seed, step) if config.dropout else None
         loss, grads = transformer.loss_and_grads(
             others | params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
-            remat=settings.remat, keep_weights=settings.keep_weights, seed=seed, sums=sums,
-            scale=scale, zero=zero, schedule=schedule, lora=settings.adapters, precision=settings.precision,
+            schedule=settings.schedule_on(mesh.sizes), remat=settings.remat, keep_weights=settings.keep_weights,
+            seed=seed, sums=sums, scale=scale, zero=zero, lora=settings.adapters, precision=settings.precision,
             limits=limits, context=settings.context,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh, limits.row)

@@ -21,7 +21,7 @@ UPDATE = 7  # AdamW reads params, gradients and both moments, and writes all but
 
 def count(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
-    schedule: str | None = None, documents: bool = True,
+    documents: bool = True,
 ) -> CountedStep:  # fmt: skip
     """Count the step of the rank at `coord`, by default the first, on a mesh of these sizes.
 
@@ -32,20 +32,18 @@ def count(
         sizes: The sizes of the mesh.
         coord: The rank's coordinates; an axis that is left out is at 0.
         backend: "gloo" counts the buffers of its collectives too, "abstract" only their results.
-        schedule: The pipeline's schedule; None is 1F1B.
         documents: Whether a row has several documents, which attention hides from each other.
     """
     memory = PeakMemory()
-    step = run(settings, AbstractMesh(sizes, coord, backend), schedule, documents, NUMBERS, memory)
+    step = run(settings, AbstractMesh(sizes, coord, backend), documents, NUMBERS, memory)
     return replace(step, peaks={line: peak - step.params for line, peak in memory.peaks_by_line().items()})
 
 
 def run(
-    settings: Settings, mesh, schedule: str | None, documents: bool, numbers: Numbers, memory: PeakMemory,
-    limits: Limits = LIMITS,
-) -> CountedStep:  # fmt: skip
+    settings: Settings, mesh, documents: bool, numbers: Numbers, memory: PeakMemory, limits: Limits = LIMITS
+) -> CountedStep:
     """Run a step on an abstract mesh, and return its count without peaks; `memory` follows the bytes that are alive."""
-    params, batch = step_shapes(settings, mesh, schedule)
+    params, batch = step_shapes(settings, mesh)
     optimizer, updated = optimizer_of(settings), Updated(settings, mesh)
     frozen, trained = parted(settings, params)
     state = begin_state(settings, mesh, optimizer, trained)
@@ -58,7 +56,7 @@ def run(
 
     with peak_memory(saw, memory):
         tree.map(torch.Tensor.detach, params)  # so that the params are counted from the beginning
-        step = gradients(settings, mesh, schedule=schedule, frozen=frozen, limits=limits)
+        step = gradients(settings, mesh, frozen, limits)
         _, grads, _ = step(trained, batch if documents else [*batch[:2], None])
         shards = updated.shards(trained)
         if settings.optimizer == "muon":  # Muon's update sends, too
@@ -75,12 +73,12 @@ def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
     return batch_type(mesh).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
 
 
-def step_shapes(settings: Settings, mesh, schedule: str | None = None) -> tuple[Any, list[torch.Tensor]]:
+def step_shapes(settings: Settings, mesh) -> tuple[Any, list[torch.Tensor]]:
     """Return (params, [tokens, targets, segments]) of this rank on the meta device.
 
     Raises:
         ShardingError: The params or the batch do not divide over the mesh.
     """
-    params = drawn_params(settings, mesh, "meta", schedule)
+    params = drawn_params(settings, mesh, "meta")
     shape = local_shape(settings, mesh)
     return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]

@@ -35,7 +35,6 @@ class Structure:
     mesh: tuple[tuple[str, int], ...]
     coord: tuple[tuple[str, int], ...]
     backend: str
-    schedule: str | None
     documents: bool
     limits: Limits
     symbols: Symbols
@@ -43,8 +42,8 @@ class Structure:
 
 
 def structure_of(
-    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str,
-    schedule: str | None, documents: bool, loops: tuple[int, int, int, int], least: Mapping[str, int] = LEAST,
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str, documents: bool,
+    loops: tuple[int, int, int, int], least: Mapping[str, int] = LEAST,
 ) -> Structure:  # fmt: skip
     """Return the structure of a step, to be traced with these loops.
 
@@ -95,20 +94,19 @@ def structure_of(
     small = replace(
         Settings(model.with_(**changes), "", ""), microbatches=M, seq=at["T"], dtype=settings.dtype,
         batch=M * at["b"] * prod(axes.get(axis, 1) for axis in "PXE"), remat=settings.remat, zero=settings.zero,
-        keep_weights=settings.keep_weights,
+        keep_weights=settings.keep_weights, pipeline=settings.pipeline,
     )  # fmt: skip
     sums: tuple = ("T-1", at["T"] - 1), *((("E+1", El * E + 1),) if model.moe and (E > 1 or "El" in loop) else ())
-    if packed := packed_sizes(settings, sizes, schedule):
-        sums += tuple(packed_sizes(small, axes, schedule, ENDLESS).items())
+    if packed := packed_sizes(settings, sizes):
+        sums += tuple(packed_sizes(small, axes, ENDLESS).items())
     logits = 4 * at["b"] * at["T"] // C * (at["V"] // Y)
     limits = Limits(logits // J if J > 1 else ENDLESS, ENDLESS if packed else 0, p["row"])
     symbols = Symbols(tuple(order), sums, tuple(sorted(counted)))
     if symbols.collide and least["T"] < 100:
         more = {**least, "T": least["T"] + 6, "E": least["E"] + 6}
-        return structure_of(settings, sizes, coord, backend, schedule, documents, loops, more)
-    return Structure(
-        small, tuple(axes.items()), tuple((coord or {}).items()), backend, schedule, documents, limits, symbols, pairs
-    )
+        return structure_of(settings, sizes, coord, backend, documents, loops, more)
+    on = tuple(axes.items()), tuple((coord or {}).items()), backend
+    return Structure(small, *on, documents, limits, symbols, pairs)
 
 
 def rows_of_rank(settings: Settings, sizes: Mapping[str, int]) -> int:
@@ -135,30 +133,28 @@ def traced_windows(settings: Settings, sizes: Mapping[str, int], T: int, coord: 
     return tuple(found[window] for window in windows), pairs
 
 
-def resolved(settings: Settings, sizes: Mapping[str, int], schedule: str | None = None) -> tuple[dict, TrainStep]:
+def resolved(settings: Settings, sizes: Mapping[str, int]) -> tuple[dict, TrainStep]:
     """Return (the params of a rank on the meta device, the step resolved for the mesh).
 
     Raises:
         ShardingError: or ValueError, for params, rows or sequences that do not divide over the mesh.
     """
     mesh = AbstractMesh(sizes)
-    params, (tokens, targets, _) = step_shapes(settings, mesh, schedule)
+    params, (tokens, targets, _) = step_shapes(settings, mesh)
     options = StepOptions(
-        microbatches=settings.microbatches, remat=settings.remat, zero=settings.zero, schedule=schedule,
-        lora=settings.adapters, precision=settings.precision, context=settings.context,
+        microbatches=settings.microbatches, schedule=settings.schedule_on(sizes), remat=settings.remat,
+        zero=settings.zero, lora=settings.adapters, precision=settings.precision, context=settings.context,
     )  # fmt: skip
     if (C := sizes.get("C", 1)) > 1:
         check_length(settings.context, settings.seq, C)
     return params, look_up_step(options, settings.model, params, (tokens, targets, None, None), mesh, seed=0)
 
 
-def packed_sizes(
-    settings: Settings, sizes: Mapping[str, int], schedule: str | None, small: int = LIMITS.small
-) -> dict[str, int]:
+def packed_sizes(settings: Settings, sizes: Mapping[str, int], small: int = LIMITS.small) -> dict[str, int]:
     """Return by stack the elements of a layer that a rank sends along X in one message; {} if it sends leaf by leaf."""
     if sizes.get("X", 1) == 1:
         return {}
-    params, step = resolved(settings, sizes, schedule)
+    params, step = resolved(settings, sizes)
     whole, found = sizes["X"] if settings.zero in (1, 2) else 1, {}
     stacks = [stack for stack in ("layers", "dense", "linear") if stack in params]
     for stack in stacks:

@@ -90,22 +90,22 @@ def test_on_a_chip_of_the_catalogue_what_is_fastest_by_formula_is_counted():
 DENSE, MIXTRAL, WIDE = (get(name).with_(V=8192) for name in ("llama3-8b", "mixtral-8x7b", "llama3-405b"))
 TIED = DENSE.with_(D=1024, F=4096, N=16, K=4, H=64, tied=True)
 WINDOWS = DENSE.with_(L=7, window=(512, None, 512, None, 512, None, 512))
-COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of so many sequences; remat, ZeRO, schedule
-    (DENSE, 5, "X=4,C=2", 0, 5, 40, "matmuls", 3, None),
-    (WINDOWS, 7, "P=2,Y=4", 0, 1, 2, "attention", 1, None),
-    (MIXTRAL, 5, "P=2,E=2,Y=2", 0, 1, 4, "block", 3, None),
+COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of so many sequences; remat, ZeRO, pipeline
+    (DENSE, 5, "X=4,C=2", 0, 5, 40, "matmuls", 3, "1f1b"),
+    (WINDOWS, 7, "P=2,Y=4", 0, 1, 2, "attention", 1, "1f1b"),
+    (MIXTRAL, 5, "P=2,E=2,Y=2", 0, 1, 4, "block", 3, "1f1b"),
     (TIED, 8, "Z=2,C=2", 1, 4, 4, "none", 0, "zb-h1"),  # of a schedule the lines alone are mixed
-    (TIED, 2, "Z=2", 0, 21, 42, "none", 3, None),
-    (TIED, 4, "Z=4", 2, 21, 42, "none", 3, None),
-    (WIDE, 20, "P=4,Z=2,X=4,Y=16", 0, 2, 256, "block", 3, None),  # few layers hold most activations, many gradients
+    (TIED, 2, "Z=2", 0, 21, 42, "none", 3, "1f1b"),
+    (TIED, 4, "Z=4", 2, 21, 42, "none", 3, "1f1b"),
+    (WIDE, 20, "P=4,Z=2,X=4,Y=16", 0, 2, 256, "block", 3, "1f1b"),  # few layers hold most activations, many gradients
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "L", "mesh", "z", "M", "sequences", "remat", "zero", "schedule"), COUNTED)
-def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, sequences, remat, zero, schedule):
+@pytest.mark.parametrize(("model", "L", "mesh", "z", "M", "sequences", "remat", "zero", "pipeline"), COUNTED)
+def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, sequences, remat, zero, pipeline):
     some = Settings(model.with_(L=L), "", "", sequences, 1024, microbatches=M, dtype="bf16", remat=remat, zero=zero)
-    given = some, parse_mesh(mesh), {"Z": z} if z else None, "gloo", schedule
+    given = replace(some, pipeline=pipeline), parse_mesh(mesh), {"Z": z} if z else None, "gloo"
     few, whole = step_by_symbols(*given), count(*given)
     assert replace(few, peaks={}) == replace(whole, peaks={})
     assert few.memory == pytest.approx(whole.memory, rel=1e-3)
@@ -170,7 +170,12 @@ def test_the_planner_too_prints_the_command_that_runs_its_plan(capsys):
     assert f", {size(together)} a rank; sent in a step over X " in counted
     assert plan.main([*asked.split(), "1023"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("This code runs no such step: whole sequences")
-    assert plan.main([*asked.split(), "1024", "--mesh", "pipe=2", "--microbatches", "4", "--schedule", "zb-h1"]) == 0
-    refusal, instead, *_ = capsys.readouterr().out.splitlines()[-4:]
-    assert refusal == "This code does not run that layout: stages run by 1F1B, not by zb-h1"
-    assert instead.startswith("It runs the job on ")
+    staged = *asked.split(), "1024", "--mesh", "pipe=2", "--microbatches", "4", "--schedule"
+    assert plan.main([*staged, "zb-h1"]) == 0
+    assert "so zb-h1 is no faster than this count says" in capsys.readouterr().out
+    assert plan.main([*staged, "interleaved"]) == 0
+    command_line, counted = joined(capsys.readouterr().out).splitlines()[-2:]
+    assert command_line.endswith("--microbatches 4 --pipeline interleaved:2 --mesh Z=2")
+    assert command.main([*command_line.split("scaling.train ")[1].split(), "--dry-run"]) == 0
+    together = int(re.search(r"together +([\d,]+) bytes", capsys.readouterr().out)[1].replace(",", ""))
+    assert f", {size(together)} a rank" in counted

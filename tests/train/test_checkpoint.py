@@ -27,7 +27,7 @@ from scaling.train.loop import begun, run, state_specs
 from scaling.train.record import record_of
 from scaling.train.settings import Settings, optimizer_of
 
-MODEL = Config("c", 3, 16, 24, 4, 2, 8, 257, tied=True)  # whose layers and vocabulary do not divide evenly
+MODEL = Config("c", 7, 16, 24, 4, 2, 8, 257, tied=True)  # whose layers and vocabulary do not divide evenly
 MOVES = [[{"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"P": 2, "Y": 2}], [{"Z": 2}, {"X": 2}, {"X": 1}]]  # from the first
 ZERO = 1, 2, 3  # of each of three meshes
 STEPS = 2
@@ -51,7 +51,11 @@ def resumed(mesh, settings, whole) -> float:
     specs = state_specs(settings, mesh, optimizer_of(settings))
     with patch.object(dcp.ShardReader, "__call__", lambda self, *block: Counted(real(self, *block), taken)):
         state, step, _ = begun(settings, mesh, optimizer_of(settings), specs, record_of(settings))
-    slots, V, data = slots_of(MODEL, mesh, None), padded_sizes(MODEL, mesh)["V"], state.pop("data")
+    slots, V, data = (
+        slots_of(MODEL, mesh, settings.schedule_on(mesh.sizes)),
+        padded_sizes(MODEL, mesh)["V"],
+        state.pop("data"),
+    )
     padded = [
         arranged_layers(W, slots) if "layers" in where else pad(W, (0, 0, 0, V - len(W))) if "embed" in where else W
         for where, W in tree.named_leaves(whole).items()
@@ -67,7 +71,7 @@ def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source, targets
     """Params, moments, loss scale, step, place in the data and seed are those that torch's own reader finds; a rank
     reads what it holds, and no more."""
     given = {"batch": 8, "seq": 32, "steps": STEPS, "seed": 7, "eval_every": 0, "eval_batches": 1, "save_every": 0}
-    given |= {"dtype": "fp16", "microbatches": 2, "resume": True}
+    given |= {"dtype": "fp16", "microbatches": 2, "resume": True, "pipeline": "interleaved:2"}
     settings = Settings(MODEL, write_text(), str(tmp_path), **given)
     ranks(run, source, replace(settings, zero=ZERO[0]))
     dcp_to_torch_save(f"step-{STEPS:06d}", "whole.pt")

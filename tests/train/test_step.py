@@ -84,7 +84,8 @@ def trained(mesh, settings):
     most = min(peaks[-2:])  # a message's buffer may live a little longer while the machine is busy
     did = counted_step(memory.log.events, between)
     taken = *held, did.collectives, most, did.sent, did.flops
-    whole = transformer.unshard(state.get("master", params), settings.model, mesh, zero=settings.zero)
+    layout = {"zero": settings.zero, "schedule": settings.schedule_on(mesh.sizes)}
+    whole = transformer.unshard(state.get("master", params), settings.model, mesh, **layout)
     return taken, scales, losses, whole
 
 
@@ -145,6 +146,8 @@ def test_what_is_no_graph_is_refused_by_name():
     (MODEL, {"C": 2}, {"dtype": "fp32", "remat": "attention"}),
     (EXPERTS.with_(shared=1, shared_gate=True), {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
     (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
+    (MODEL.with_(L=5, F=256), {"Z": 2}, {"dtype": "fp64", "microbatches": 2, "pipeline": "interleaved:2"}),
+    (MODEL.with_(L=4, F=256), {"Z": 2, "X": 2}, {"dtype": "fp64", "microbatches": 4, "pipeline": "interleaved:2"}),
     (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
     (MODEL.with_(tied=True), {"X": 2, "Y": 2}, {"dtype": "fp64", "zero": 1, "optimizer": "muon", "microbatches": 2}),
     (EXPERTS.with_(L=3, dense_layers=1, F_dense=64), {"Z": 2, "X": 2}, {"dtype": "fp64", "zero": 2, "remat": "block"}),
@@ -238,8 +241,8 @@ def test_what_the_chunks_of_a_loss_add_up_to():
         assert (many.float() - one.float()).abs().max() <= 2**-7 * one.abs().max()
 
 
-SAMPLED = MODEL.with_(L=3)
-SETTINGS = Settings(SAMPLED, "", "", sample="Once upon ä", seed=3)
+SAMPLED = MODEL.with_(L=5)
+SETTINGS = Settings(SAMPLED, "", "", sample="Once upon ä", seed=3, pipeline="interleaved:2")
 
 
 IDS, STARTS = numpy.random.default_rng(0).integers(0, 256, 32 * 11 + 1), (0, 100, 128, 131, 150)
@@ -252,7 +255,7 @@ def losses_by_document(params) -> tuple[float, int]:
     cuts = sorted({*STARTS, *range(0, len(IDS), 32)})
     for first, last in pairwise(cuts):
         targets = torch.from_numpy(IDS[first + 1 : last + (last not in STARTS)])
-        logits = model.forward(params, torch.from_numpy(IDS[first:last])[None], config=MODEL)[0, : len(targets)]
+        logits = model.forward(params, torch.from_numpy(IDS[first:last])[None], config=SAMPLED)[0, : len(targets)]
         total, count = total + F.cross_entropy(logits, targets, reduction="sum").item(), count + len(targets)
     return total, count
 
@@ -260,17 +263,17 @@ def losses_by_document(params) -> tuple[float, int]:
 @on_ranks({"X": 2, "Y": 2}, {"Z": 2, "C": 2})
 def test_held_out_and_training_losses_are_the_mean_over_documents_on_any_mesh(mesh):
     corpus = Corpus((IDS[:200], IDS[200:]), numpy.array(STARTS))
-    params = model.init(MODEL, 0, torch.float64)
+    params = model.init(SAMPLED, 0, torch.float64)
     total, count = losses_by_document(params)
     assert count == 32 * 11 - 4
     for on, batch, microbatches in (ONE, 11, 1), (ONE, 8, 2), (mesh, 4, 1):  # one batch; of 4, 4 and 3 sequences
-        settings = Settings(MODEL, "", "", batch, 32, microbatches=microbatches, eval_batches=0)
+        settings = replace(SETTINGS, batch=batch, seq=32, microbatches=microbatches, eval_batches=0)
         held = Batches(corpus, batch, 32, 0, 0, len(IDS))
-        mine = transformer.shard(params, MODEL, on)
+        mine = transformer.shard(params, SAMPLED, on, schedule=settings.schedule_on(on.sizes))
         assert evaluate.evaluate(mine, [held], settings, on) == pytest.approx(total / count, rel=1e-12)
         rows = held.rows([*range(11), 0])  # 12 rows, which meshes divide: the first one, again, ...
         rows[1][11] = -100  # ... does not count
-        settings = replace(settings, batch=12, microbatches=3)
+        settings = replace(settings, batch=12, microbatches=2 if "Z" in on.sizes else 3)
         loss, _, _ = gradients(settings, on)(mine, [evaluate.local(x, on) for x in rows])
         assert loss.item() == pytest.approx(total / count, rel=1e-12)
 
@@ -279,7 +282,8 @@ def test_held_out_and_training_losses_are_the_mean_over_documents_on_any_mesh(me
 def test_the_same_text_on_every_mesh_and_cold_what_serving_gives(mesh):
     params = model.init(SAMPLED, 5, torch.float64)
     with mock.patch.object(evaluate, "LENGTH", 16):
-        found = evaluate.continuation(transformer.shard(params, SAMPLED, mesh), SETTINGS, mesh)
+        held = transformer.shard(params, SAMPLED, mesh, schedule=SETTINGS.schedule_on(mesh.sizes))
+        found = evaluate.continuation(held, SETTINGS, mesh)
         assert found == ("" if mesh.rank else evaluate.continuation(params, SETTINGS, ONE))
         if mesh.rank == 0:
             wanted = serve.generate(params, [list(SETTINGS.sample.encode())], SAMPLED, 16)

@@ -29,7 +29,7 @@ KINDS = {
 
 
 def drawn(kind: str, seed: int) -> tuple:
-    """A job: its settings, its mesh, the rank's coordinates, whose buffers count, the schedule, and documents."""
+    """A job: its settings, its mesh, the rank's coordinates, whose buffers count, and documents."""
     draw = random.Random(f"{kind} {seed}")
     model, pick = KINDS[kind], draw.choice
     sizes = {"P": pick([1, 2]), "Z": pick([1, 1, 2]), "X": pick([1, 4, 8]), "C": pick([1, 1, 2]), "Y": pick([1, 2, 4])}
@@ -44,8 +44,8 @@ def drawn(kind: str, seed: int) -> tuple:
         remat=pick(["none", "block"] if model.moe else ["none", "block", "matmuls", "attention"]),
     )  # fmt: skip
     coord = {axis: sizes[axis] - 1 for axis in "ZC" if axis in sizes and (axis == "C" or draw.random() < 0.5)}
-    schedule = pick([None, "zb-h1", "interleaved", "dualpipev"]) if "Z" in sizes and M == 8 else None
-    return settings, sizes, coord, pick(["gloo", "abstract"]), schedule, pick([False, True])
+    pipeline = pick(["1f1b", "zb-h1", "interleaved:2", "dualpipev"]) if "Z" in sizes and M == 8 else "1f1b"
+    return replace(settings, pipeline=pipeline), sizes, coord, pick(["gloo", "abstract"]), pick([False, True])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -154,9 +154,8 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         ShardingError: or ValueError, where options do not fit the model, the mesh or the batch's shapes.
     """
     (tokens, targets, weights, segments), compiling = batch, torch.compiler.is_compiling()
-    layout = {"zero": options.zero, "schedule": options.schedule}
-    stored = types.specs(config, mesh, **layout, lora=options.lora)
-    reduced = stored if options.lora else types.grad_specs(config, mesh, **layout)
+    stored = types.specs(config, mesh, zero=options.zero, schedule=options.schedule, lora=options.lora)
+    reduced = stored if options.lora else types.grad_specs(config, mesh, zero=options.zero)
     check_batch(tokens, targets, options, config, mesh)
     positive(scale=options.scale)
     sums = options.sums

@@ -48,14 +48,14 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None, lora: Lora | No
     return found | {"lora": adapter_specs(config, lora, found)}
 
 
-def grad_specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
+def grad_specs(config: Config, mesh, *, zero: int = 3) -> dict:
     """Return the types of the gradients that a step returns; the optimizer's state has them, too.
 
     They are the params' types, but with zero 1 and 2 the gradients are sharded over X, where params are replicated:
     they are reduced at the end of the step (1) or layer by layer (2).
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    return specs(config, mesh, zero=3 if zero else 0, schedule=schedule)
+    return specs(config, mesh, zero=3 if zero else 0)
 
 
 def _as_text(types: Any) -> Any:
