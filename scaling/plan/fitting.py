@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 
 from scaling.configs import Config
 from scaling.hardware import Chip
+from scaling.models.leaves import leaves_of
+from scaling.models.lora import MATRICES, Lora, factors, sizes_of
 from scaling.plan.candidates import Found, answer
 from scaling.plan.job import ANY, Job
+from scaling.spec import parse
 
 RANK = 16  # the rank of the adapters
 NF4 = 4.127 / 8  # bytes of a weight with its scales, which are quantized too
@@ -35,15 +38,14 @@ class Frugal:
 
 
 def adapter_params(config: Config) -> int:
-    """Return the params of LoRA's adapters for attention's and MLPs' matrices; experts have none, but shared ones."""
-    c, sparse = config, config.L - config.dense_layers if config.moe else 0
-    heads = [c.D + c.N * c.H] * (2 + c.head_gate) + [c.D + c.K * c.H] * 2  # inputs and outputs of Q, O, K and V
-    if latent := c.latent:
-        heads = [(latent.q_rank or c.D) + c.N * (latent.nope + latent.rope), c.D + latent.kv_rank + latent.rope]
-        heads += [latent.kv_rank + c.N * (latent.nope + latent.value), c.N * latent.value + c.D]
-        heads += [c.D + latent.q_rank] if latent.q_rank else []
-    mlps = (c.L - sparse) * (c.D + (c.F_dense if sparse else c.F)) + (sparse * (c.D + c.S) if c.S else 0)
-    return RANK * (len(c.attending) * sum(heads) + c.matrices * mlps)
+    """Return the params of LoRA's adapters for the matrices of attention and of dense MLPs; experts have none."""
+    leaves, sizes = leaves_of(config), sizes_of(config, Lora(RANK))
+    matrices = [
+        leaf for stack in ("dense", "layers") for name, leaf in leaves.get(stack, {}).items() if name in MATRICES
+    ]
+    dims = [parse(leaf.trained).dim_names for leaf in matrices]
+    pairs = [factors(leaf.trained, str(leaf.start)) for leaf, own in zip(matrices, dims, strict=True) if "E" not in own]
+    return sum(math.prod(sizes[dim] for dim in parse(text).dim_names) for pair in pairs for text in pair.values())
 
 
 def frugal_ways(job: Job) -> Iterator[Frugal]:

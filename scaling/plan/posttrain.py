@@ -16,7 +16,6 @@ other answers are written meanwhile, so the longest one only matters if it takes
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from scaling.common.arguments import whole
@@ -31,9 +30,11 @@ from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job, run_bytes
 from scaling.plan.report import folded
 from scaling.plan.serve import candidates
-from scaling.plan.serve.forecast import ERRORS, likely_token
+from scaling.plan.serve.forecast import likely_token
+from scaling.plan.serve.report import off_by
 
-TRIED = 16  # divisions of the chips that are compared
+TRIED = 16  # the finest division of the chips
+STRIDES = (4, 2, 1)  # of the search among the divisions
 REFERENCE = 1 / 3  # a forward pass of the reference model, as a share of a training step
 
 
@@ -179,7 +180,13 @@ def divisions(asked: PosttrainJob, hardware: Chip, chips: int) -> list[Division]
         ValueError: Nothing fits, or `chips` is not a whole number.
     """
     whole(chips=chips)
-    found = [one for each in _tried(hardware, chips) if (one := _division(asked, hardware, *each)) is not None]
+    counts, known, best = _counts(hardware, chips), {}, None
+    for stride in STRIDES:  # one side slows down as the other one speeds up, so the best is beside the best so far
+        near = range(stride - 1, len(counts), stride) if best is None else (best - stride, best + stride)
+        new = [i for i in near if 0 <= i < len(counts) and i not in known]
+        known |= {i: _division(asked, hardware, counts[i], chips - counts[i], True) for i in new}
+        best = min((i for i, one in known.items() if one), key=lambda i: known[i].seconds, default=None)
+    found = [one for one in (_division(asked, hardware, chips, chips, False), *known.values()) if one is not None]
     if not found:
         more = (chips << i for i in range(1, 10))
         enough = next((f"{n:,}" for n in more if _division(asked, hardware, n, n, False)), "more")
@@ -190,14 +197,12 @@ def divisions(asked: PosttrainJob, hardware: Chip, chips: int) -> list[Division]
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _tried(hardware: Chip, chips: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (chips that train, chips that write, whether these are separate), in whole nodes if there are several."""
-    yield chips, chips, False
+def _counts(hardware: Chip, chips: int) -> range:
+    """Return the numbers of chips that may train apart, in whole nodes if there are several."""
     node = hardware.need("levels")[0].degree if hardware.kind == "gpu" else 1
     unit = node if chips >= 2 * node and chips % node == 0 else 1
     step = unit * max(1, math.ceil(chips / unit / TRIED))
-    for train in range(step, chips, step):
-        yield train, chips - train, True
+    return range(step, chips, step)
 
 
 def _division(asked: PosttrainJob, hardware: Chip, train_chips: int, write_chips: int, apart: bool) -> Division | None:
@@ -241,11 +246,10 @@ def report(found: list[Division], asked: PosttrainJob, hardware: Chip, chips: in
         for one in [*found[:top], *([colocated] if colocated not in (None, *found[:top]) else [])]
     ]  # fmt: skip
     heads = ["way", "train", "write", "training, s", "writing, s", "push, s", "step, s", "waiting"]
-    error, measured = ERRORS[hardware.kind]
     lines += [
         "", table(rows, heads, 100), "",
         error_line(asked.job, hardware),
-        f"A token's time is forecast with an error of {error:.0%} in the median, on {measured}.",
+        f"A token's time: {off_by(hardware)}.",
     ]  # fmt: skip
     return folded(lines)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TABLE = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
 ERRORS = TABLE["errors"]  # (the median error, what it is of), by kind of chip and by engine
+MEASURED = TABLE["on"]  # the chips that they are of
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from scaling.common.tables import table
 from scaling.cost import decoding, serving
+from scaling.hardware import Chip
 from scaling.models.leaves import counted_without
 from scaling.plan.report import folded, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
-from scaling.plan.serve.forecast import ERRORS, first_token, likely_token
+from scaling.plan.serve.forecast import ERRORS, MEASURED, first_token, likely_token
 from scaling.plan.serve.goals import Deployment
 
 CHANGE = 1.02  # a change counts if the answer is this much better or worse
@@ -57,10 +58,11 @@ def notes(served: ServingPlan) -> list[str]:
     return said
 
 
-def _off_by(name: str) -> str:
-    """Return the error of forecasts of a kind of chip or of an engine, as a sentence without its full stop."""
-    error, rows = ERRORS[name]
-    return f"{rows} are off such forecasts by {error:.0%} in the median"
+def off_by(chip: Chip, engine: str = "") -> str:
+    """Return the error of forecasts of a token's time, or of an engine's first one, as a sentence without its stop."""
+    error, rows = ERRORS[engine or ("gpu" if chip.kind == "gpu" else "tpu")]
+    unlike = "" if chip.name.partition(":")[0] in MEASURED else f", none of them on {chip.name},"
+    return f"{rows}{unlike} are off such forecasts by {error:.0%} in the median"
 
 
 def _ms(seconds: float) -> str:
@@ -166,9 +168,9 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
         f"Forecast:   {1e3 * likely.seconds:.3g} ms a token of each request, {rate:,.1f} tokens/s a chip: {spent} ms",
-        f"            {_off_by('gpu' if gpu else 'tpu')}",
+        f"            {off_by(best.chip)}",
         f"First token: {_ms(first_token(best))} ms, as forecast; "
-        + (_off_by(s.engine) if gpu else f"at {s.mfu:.0%} MFU; no measured row tells how far off that is"),
+        + (off_by(best.chip, s.engine) if gpu else f"at {s.mfu:.0%} MFU; no measured row tells how far off that is"),
         f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound, {best.per_chip:,.1f} a "
         f"chip, {1 / step.seconds:,.1f} for each request"
         + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
