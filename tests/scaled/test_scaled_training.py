@@ -66,7 +66,7 @@ def test_on_a_mesh_as_on_one_device(mesh, config, recipes):
     for precision in recipes:
         options = {"microbatches": 2, "remat": "block"} if "Z" in mesh.sizes else {"remat": "matmuls"}
         if config.moe or config.linear:  # the balance is that of a microbatch, and a state is handed on
-            options = {"context": "ring"}
+            options = {"context": "ring", "remat": "block"}
         loss, grads = step(mesh, config, precision, **options)
         if mesh.rank == 0:
             alone, wanted = step(ONE, config, precision, **options)
@@ -76,8 +76,12 @@ def test_on_a_mesh_as_on_one_device(mesh, config, recipes):
 
 @pytest.mark.parametrize(
     "config",
-    [LINEAR, BIASED.with_(norms="both", residual_scale=0.5), LATENTS],
-    ids=["linear", "norms", "experts"],
+    [
+        WIDE.with_(parallel=True, norms="shared", head_gate=True),
+        BIASED.with_(norms="both", residual_scale=0.5),
+        LATENTS,
+    ],
+    ids=["parallel", "norms", "experts"],
 )
 def test_what_is_computed_again_changes_nothing(config):
     """A layer that is computed again has the weights of both passes; other policies compute no product again."""
@@ -156,10 +160,9 @@ test_refusals = refused({
     "another recipe": (asked(precision="fp6"), "fp8-row"),
     "zig-zag": (asked(mesh=AbstractMesh({"C": 4}), seq=32), "16 of T/2 on each rank, in blocks of 32"),
     "rows": (asked(mesh=AbstractMesh({"C": 4}), seq=16, context="ring"), "16 of T on each rank, in blocks of 32"),
-    "adapters": (asked(lora=Lora(4)), "adapters"),
+    "adapters": (asked(lora=Lora(4)), "rounds small changes of A B away"),
     "kept weights": (asked(keep_weights=True), "the forms of both passes"),
-    "remat": (asked(WIDE.with_(parallel=True), remat="block"), "parallel blocks"),
-    "KV heads": (asked(mesh=AbstractMesh({"Y": 8})), "KV heads are replicated"),
+    "KV heads": (asked(mesh=AbstractMesh({"Y": 8})), "give Y a size that divides 4"),
     "a cut block": (asked(mesh=AbstractMesh({"X": 4}), precision="fp8-128"), "64 of D on each rank, in blocks of 128"),
     "latents": (asked(LATENTS, AbstractMesh({"Y": 4})), "16 of T_Y on each rank, in blocks of 32"),
 })  # fmt: skip

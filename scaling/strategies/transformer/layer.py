@@ -120,7 +120,8 @@ def recomputed(W: dict, saved: Halves, at: Context, whole: bool = False) -> Halv
     Attn, a = attention(W, a, at)
     if "norm_attn_out" in W:
         Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
-    m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
+    m = m | {"mid": a["x"] if at.config.parallel else a["x"] + at.drop(Attn, "attention")}
+    W = read_norms(W)
     if "norm_mlp_out" in W:
         Out, _, m = mlp(W, m, at)
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)

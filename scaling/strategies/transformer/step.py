@@ -209,15 +209,16 @@ def check_precision(
     `stored` has the params' types, and `tokens` is the shape of a rank's tokens [B_PXE, T_C].
     """
     one_of("precision", options.precision, RECIPES)
-    why = {
-        "adapters are trained beside weights that stay as they are": options.lora,
-        "a weight that is kept needs the forms of both passes": options.keep_weights,
-        "parallel blocks are computed again within their products": options.remat == "block" and config.parallel,
-        "KV heads are replicated where |Y| does not divide K": config.K % mesh.sizes.get("Y", 1),
+    what, K = f"{config.name}: precision={options.precision!r} on {mesh}", config.K
+    reasons = {
+        "adapters": (options.lora, "the sum W + s A B would be quantized, which rounds small changes of A B away"),
+        "keep_weights": (options.keep_weights, "a weight that is kept needs the forms of both passes"),
+        f"K = {K} heads of keys": (K % mesh.sizes.get("Y", 1), "heads that are replicated over Y are not quantized"),
     }
-    if found := next((rule for rule, wrong in why.items() if wrong), None):
-        what = f"{config.name}: precision={options.precision!r} on {mesh}: {found}"
-        raise ValueError(f"{what}\n  fix: leave precision out, or the option or mesh that does not go with it")
+    for name, (wrong, rule) in reasons.items():
+        if wrong:
+            fix = f"give Y a size that divides {K}, or leave precision out" if name[0] == "K" else "leave one out"
+            raise ValueError(f"{what}, with {name}\n  rule: {rule}\n  fix: {fix}")
     sizes, inputs_of = types.padded_sizes(config, mesh), matrices_of(config)
     for stack in (name for name in STACKS if name in inputs_of):
         for text, dims in zip(tree.leaves(stored[stack]), tree.leaves(inputs_of[stack]), strict=True):
