@@ -24,7 +24,7 @@ from scaling.book.arrays import drawn, empty
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import run_program, shard, unshard
-from scaling.cost.step_time import seconds_on
+from scaling.cost.collectives import seconds_on
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse

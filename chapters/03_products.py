@@ -30,7 +30,7 @@ from scaling.book.arrays import drawn
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, einsum, reduce_scatter, run, shard, unshard
-from scaling.cost.step_time import seconds_on
+from scaling.cost.collectives import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError
 

@@ -14,7 +14,7 @@ from scaling.book.answers import Answer
 from scaling.book.layout import format_number
 from scaling.book.page import Page
 from scaling.collectives import rings
-from scaling.cost.step_time import seconds_on
+from scaling.cost.collectives import seconds_on
 from scaling.hardware import chip
 from scaling.hardware.torus import Torus
 from scaling.spec import parse

@@ -1,8 +1,8 @@
 """The cost model: seconds and bytes of operations, collectives, layers and steps, in SI units (Parts 1, 2, 3, 5, 12).
 
 `roofline` covers one chip, `collectives` a torus, `gpu` a node and a tree of switches, `layers` the strategies, and
-`memory` the bytes per chip; `transformer` counts params, FLOPs and caches. These and `step_time` are the book's
-formulas, as are `serving` and `decoding` for a decode step. `counted` prices a step of this library's own code, which
+`memory` the bytes per chip; `transformer` counts params, FLOPs and caches. These are the book's formulas, as are
+`serving` and `decoding` for a decode step. `counted` prices a step of this library's own code, which
 `lines` holds as polynomials of its sizes, and `lanes` prices collectives on any network. Collectives have the same
 names on both networks: `cost.all_gather` is for a torus, `cost.gpu.all_gather` for a tree of switches.
 """

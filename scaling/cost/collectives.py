@@ -10,11 +10,14 @@ Each chip has one link of `link_bw` bytes/s each way per neighbour: two per ring
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
+from scaling.algebra.steps import COLLECTIVES, Step
 from scaling.common.arguments import not_negative, one_of, whole
 from scaling.cost.lanes import AxisSpan, exchange, gather_price, measured_lane
 from scaling.hardware import Chip, check_slice
+from scaling.spec import mesh_sizes
 
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute", "Gather", "Scatter")
 ROOTED = ("Gather", "Scatter")  # the root receives, or sends, as many bytes as every device in an AllGather
@@ -107,3 +110,26 @@ def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=
         return permute(nbytes, chip)
     time = {"AllGather": all_gather, "ReduceScatter": reduce_scatter, "AllReduce": all_reduce, "AllToAll": all_to_all}
     return time[op](nbytes, chip, axes, wrap, exact)
+
+
+@lru_cache(maxsize=256)
+def _seconds_on(chip: Chip, dims: tuple, axes: tuple, dtype, flops: bool) -> Callable[[Step], float]:
+    sizes, mesh = dict(dims), dict(axes)
+
+    def of(step: Step) -> float:
+        if step.op in COLLECTIVES:
+            lengths = tuple(mesh[axis] for axis in step.axes)
+            return seconds(step.op, step.nbytes(sizes, mesh, dtype), chip, lengths)
+        return step.flops(sizes, mesh) / chip.flops(dtype) if flops else 0.0
+
+    return of
+
+
+def seconds_on(chip: Chip, sizes, mesh, dtype="bf16", flops: bool = True) -> Callable[[Step], float]:
+    """Return a function from a Step to its seconds, where each mesh axis is an axis of the torus of that length.
+
+    It is the `cost` by which `scaling.algebra` plans by time: matmul(a, b, out, sizes, mesh, cost=seconds_on(...)).
+    Products run at the chip's peak (or are free with `flops=False`), and slices and the like take no time. Equal
+    arguments give the identical function, so that plans made with it are cached.
+    """
+    return _seconds_on(chip, tuple(sizes.items()), tuple(mesh_sizes(mesh).items()), dtype, flops)

@@ -34,10 +34,11 @@ AHEAD = 8  # receives posted ahead on each channel, so that a sender need not wa
 class Channels:
     """The transfers of one rank during one run of a schedule's program; `like` has the shape of every message."""
 
-    def __init__(self, mesh, axis: str, schedule: Schedule, like: torch.Tensor, line: str):
+    def __init__(self, mesh, axis: str, schedule: Schedule, like: torch.Tensor, line: str, pairs: bool | None = None):
         self.group, self.spec, self.like, self.schedule = mesh.group((axis,)), parse(line), like, schedule
         self.abstract, self.axis = self.group.pg is None, axis
-        self.pairs = pair_groups(mesh, axis, schedule) if self.group.backend == "nccl" else None
+        pairs = self.group.backend == "nccl" if pairs is None else pairs
+        self.pairs = pair_groups(mesh, axis, schedule) if pairs and not self.abstract else None
         self.sends: list = []
         self.posted: dict = {}
         self.to_post: dict[tuple, list] = {}

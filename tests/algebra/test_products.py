@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from refused import evaluated, refused
 
 from scaling.algebra import derive, matmul, matmul_via, reshard
-from scaling.cost.step_time import seconds_on
+from scaling.cost.collectives import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError, parse
 

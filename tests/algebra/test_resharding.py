@@ -13,7 +13,7 @@ from refused import evaluated, refused
 from scaling.algebra import layouts, reshard
 from scaling.algebra.resharding import COLLECTIVE, PlannedArray, shortest
 from scaling.algebra.steps import FREE
-from scaling.cost.step_time import seconds_on
+from scaling.cost.collectives import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError, Spec, parse_line
 

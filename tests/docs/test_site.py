@@ -1,4 +1,5 @@
-"""What the site is made of, without building it: the playground, the questions, the contents, links."""
+"""What the site is made of, without building it: the playground, the questions, the contents, links; and the page that
+walks through a training step names the files that a step enters, in their order."""
 
 import importlib
 import json
@@ -12,9 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import visit
+from machine import on_ranks
 
 from scaling import collectives
+from scaling.configs import Config
+from scaling.models import transformer as model
+from scaling.strategies import transformer
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = tomllib.loads((ROOT / "docs/questions.toml").read_text())["question"]
@@ -134,3 +140,39 @@ def test_links_that_lead_nowhere(tmp_path):
     found, count = visit.faults(tmp_path)
     assert (len(found), count) == (4, 4)
     assert any("loads http://x" in fault for fault in found)
+
+
+LIBRARY = ROOT / "scaling"
+PAGE = ROOT / "docs" / "a-training-step.md"
+ASIDE = """
+    strategies/transformer/step.py strategies/transformer/types.py models/leaves.py collectives/lines.py
+    strategies/transformer/stages.py strategies/pipeline.py models/latent.py
+"""  # of a first step, of stages, and of other models
+ONE_IDEA = {"__init__", "wait", "gather", "exchange", "forward"}  # of one thing in several classes
+
+
+@on_ranks({"X": 2, "Y": 2})
+@pytest.mark.slow
+def test_a_step_enters_the_files_in_the_order_of_the_page(mesh):
+    """No two functions on the way have one name."""
+    config = Config("tiny", L=2, D=32, F=64, N=4, K=2, H=8, V=64)
+    params = transformer.shard(model.init(config, 0), config, mesh)
+    tokens = torch.arange(34).view(2, 17)
+    entered: dict[str, None] = {}
+    functions = set()
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(str(LIBRARY)):
+            entered.setdefault(Path(frame.f_code.co_filename).relative_to(LIBRARY).as_posix())
+            functions.add(frame.f_code)
+
+    for profile in (None, None, note):  # later steps enter fewer files than the first one
+        sys.setprofile(profile)
+        transformer.loss_and_grads(params, tokens[:, :-1], tokens[:, 1:], config, mesh)
+        sys.setprofile(None)
+    entered.pop("mesh/page.py", None)  # only if a rank waits long for another
+    named = dict.fromkeys(name for name in re.findall(r"`([\w/]+/\w+\.py|tree\.py)`", PAGE.read_text(encoding="utf-8")))
+    assert all((LIBRARY / name).exists() for name in named)
+    assert [name for name in named if name not in ASIDE.split()] == list(entered)
+    names = Counter(code.co_name.strip("_") for code in functions if not code.co_name.startswith("<"))
+    assert {name for name, count in names.items() if count > 1} <= {name.strip("_") for name in ONE_IDEA}
