@@ -302,12 +302,13 @@ def _has_pages(state: State, id: int, count: int) -> bool:
     live = state.live[id]
     pool = state.pool(live)
     count = pool.count(live.computed + count)
-    need = max(0, count - len(live.pages))
-    more = max(0, count - len(live.near)) if pool.near else 0
-    if pool.room() < need or (pool.near and pool.near.room() < more):
+    more, near = max(0, count - len(live.pages)), max(0, count - len(live.near)) if pool.near else 0
+    if (more and pool.room() < more) or (pool.near and near and pool.near.room() < near):
         return False
-    near = (*live.near, *pool.near.take(more)) if pool.near else ()
-    state.live[id] = replace(live, pages=(*live.pages, *pool.take(need)), near=near)
+    if more:
+        state.live[id] = live = replace(live, pages=(*live.pages, *pool.take(more)))
+    if pool.near and near:
+        state.live[id] = replace(live, near=(*live.near, *pool.near.take(near)))
     return True
 
 
