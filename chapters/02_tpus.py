@@ -31,7 +31,7 @@ V5E, V5P, V6E = chip("v5e"), chip("v5p"), chip("v6e")
 # small and very fast. Arrays are stored in HBM, the chip's large memory. They pass through VMEM, because neither unit
 # can read HBM. So a TPU is simple to reason about: an operation is as slow as the slowest part of this path.
 
-# %%
+# %% tags=["hide-input"]
 path = [("host", V5E.pcie_bw), (f"HBM {V5E.hbm_bytes / 1e9:.0f} GB", V5E.hbm_bw),
         (f"VMEM {V5E.sram_bytes / 2**20:.0f} MiB", V5E.sram_bw)]  # fmt: skip
 drawn = "".join(f"{place}  --{format_number(rate)}->  " for place, rate in path)
@@ -98,10 +98,10 @@ def streamed(chunks: int, load: float, compute: float, store: float, buffers: in
 # Here bf16 X[B, D] stays in VMEM, the weights arrive in panels of columns, and each panel's product is stored. With one
 # buffer, HBM and core take turns, and the time is T_math + T_comms, the upper bound of Part 1. With two, the next panel
 # arrives while the core multiplies, and the time is that of the slower unit, plus a little for the first and the last
-# panel. The picture shows the first half of what one buffer takes. The dots show which unit waits: the core at B = 64,
-# HBM at B = 512.
+# panel. The picture shows the first half of the time that one buffer takes. The gaps (dots in a terminal) show which
+# unit waits: the core at B = 64, HBM at B = 512.
 
-# %%
+# %% tags=["hide-input"]
 D, F, panels = 8192, 32768, 16
 rows, drawn, lines = [], [], []
 for B in (64, 512):
@@ -133,7 +133,7 @@ page.say(f"VMEM that two buffers take at B = 64: {held / 2**20:,.0f} of {V5E.sra
 # The book's animation shows a pointwise product, which the vector unit computes. For each multiplication HBM loads two
 # numbers and stores one, so the core waits almost all of the time.
 
-# %%
+# %% tags=["hide-input"]
 N, vpu = 2**26, V5P.cores * V5P.vector_alus * V5P.clock
 op = cost.roofline(N, 3 * 2 * N, vpu, V5P.hbm_bw)
 run = streamed(panels, 4 * N / panels / V5P.hbm_bw, op.math / panels, 2 * N / panels / V5P.hbm_bw)
@@ -155,7 +155,7 @@ page.check("a pointwise product takes as long as HBM does", math.isclose(took, o
 # partial sums move down. Each frame is one cycle t: at its left is the number of the row of X that is in each cell, and
 # at its right the partial sum that leaves the cell. In the bottom row the products come out diagonally.
 
-# %%
+# %% tags=["hide-input"]
 X, weights, frames = torch.arange(6.0).view(2, 3), torch.arange(9.0).view(3, 3), []
 result = systolic.systolic_matmul(X, weights, 3, frames)
 page.title("The row of X in each cell, and the partial sum that leaves it")

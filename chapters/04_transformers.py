@@ -218,7 +218,11 @@ page.same([
     ("vocabulary: train FLOPs, once", "6BTDV", 6 * BT * D * V, 2 * rest[0] - rest[1]),
 ], ["of a layer", "formula", "value", "counted"])  # fmt: skip
 
-# %% The rules of thumb
+# %% [markdown]
+# The rules of thumb are 6 FLOPs a param and token in training, and the T from which the dot products of attention cost
+# as much as the rest.
+
+# %%
 A, B = torch.empty(64, 32, device="meta"), torch.empty(32, 16, device="meta")
 forward = sum(counted(torch.matmul, A, B).values())
 both = sum(counted(lambda: torch.func.grad(lambda A, B: (A @ B).sum(), argnums=(0, 1))(A, B)).values())

@@ -153,7 +153,12 @@ def ulysses(Q, KV, mesh, attend):
     return all_to_all("O[B, T, N_C, H] -> O[B, T_C, N, H]", O, mesh)
 
 
-# %% Both are compared with one device, which has all scores at once, for a cotangent that is not uniform
+# %% [markdown]
+# Both are compared with one device, which has all scores at once. Queries and values grow along the sequence, so
+# that a block in a wrong place changes the result.
+
+
+# %% tags=["hide-input"]
 def problem():
     """Return Q, K, V and dO, whole and not uniform along T, and documents of unequal lengths."""
     rng = torch.Generator().manual_seed(page.args.seed)
@@ -185,7 +190,12 @@ def show(found) -> None:
     page.table(rows, ["", "O", "dQ", "dK", "dV", "equal"])
 
 
-# %% A hop of the ring has two products forward and five back; the second table compares each listing with one device
+# %% [markdown]
+# A hop of the ring has two products in the forward and five in the backward. The second table compares each listing
+# with one device.
+
+
+# %% tags=["hide-input"]
 def by_hand(mesh):
     """Return (the differences of each listing, the lines of the ring's two passes, the frames of its hops)."""
     results, c = {}, mesh.coord["C"]
@@ -236,7 +246,7 @@ page.show(text(hops, {"C": C}), lambda: svg.player(hops, {"C": C}))
 # and 85.2% and 90.2% in zig-zag order.
 
 
-# %%
+# %% tags=["hide-input"]
 def computed(order, hop) -> list[str]:
     """Return 2C lines of blocks of scores: the rank that computes each at this hop, or a dot."""
     half = T // C // 2

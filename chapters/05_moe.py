@@ -253,7 +253,10 @@ def on_layout(mesh, axis, tensor, spec, config, reference):
     return [difference(*pair, mesh) for pair in pairs], difference(load, want_load, mesh) == 0
 
 
-# %% Each row of the table is a mesh: the differences of y, the two losses and all gradients from one device's
+# %% [markdown]
+# Each row of the table is a mesh, with the differences of y, of the two losses and of all gradients from one device's.
+
+# %%
 references = [one_device(layout[-1]) for layout in LAYOUTS]
 
 

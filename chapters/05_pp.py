@@ -123,11 +123,11 @@ page.say("\nAs printed, the book's listing does not run: weights[i] = ... is ref
 # %% [markdown]
 # ## The bubble
 # In the charts time runs to the right, with one line per rank. F0 is the forward of microbatch 0 (here the whole
-# batch), which takes one tick, and B0 its backward, which takes two, because it has twice the products; dots are
-# waiting. The line above a chart sums it up. The makespan is the number of ticks, and the bubble is the share of them
-# in which a rank waits. The live activations are the largest number of microbatches for which each rank stores
-# activations at once; a part of a rank's layers counts as that part of a microbatch. Rank 0 computes first and last,
-# and waits for all others in between.
+# batch), which takes one tick, and B0 its backward, which takes two, because it has twice the products. In a gap (dots
+# in a terminal) a rank waits. The line above a chart sums it up. The makespan is the number of ticks, and the bubble is
+# the share of them in which a rank waits. The live activations are the largest number of microbatches for which each
+# rank stores activations at once; a part of a rank's layers counts as that part of a microbatch. Rank 0 computes first
+# and last, and waits for all others in between.
 
 # %%
 alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
@@ -148,7 +148,7 @@ page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idl
 # Z - 1), at the price of sending activations twice as often. A step that is too narrow for its number is drawn without
 # it.
 
-# %%
+# %% tags=["hide-input"]
 drawn = {}
 
 
@@ -212,7 +212,7 @@ def paced(stage, seconds: float, chunks: int):
 
 # %% [markdown]
 # A rank takes its layers in the order in which the schedule deals them out (`arrange`), and runs its part of the
-# schedule (`measure`), in seconds. Compare each chart with the simulated one. The new dots are waits for communication,
+# schedule (`measure`), in seconds. Compare each chart with the simulated one. The new gaps are waits for communication,
 # or for this machine.
 
 

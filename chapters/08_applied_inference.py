@@ -143,7 +143,10 @@ for name, params, kv, chips, actual, left, count, rate, more in (
     ]  # fmt: skip
 page.answers(tables, agreeing=False)
 
-# %% Where FLOPs bind, and what a step takes
+# %% [markdown]
+# Next, where FLOPs bind, and what a step takes.
+
+# %%
 kinds = (("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"))  # of weights, of FLOPs
 critical = {(w, c): cost.critical_batch(V5E.flops(c), W, dtypes=(c, w, c)) for w, c in kinds}
 page.answers([

@@ -216,7 +216,7 @@ def calibrated(mesh) -> Chip:
 # To draw a step, each line becomes bars in the row of its rank.
 
 
-# %%
+# %% tags=["hide-input"]
 def lanes(step: int, timelines) -> list[Bar]:
     """Return a step's bars: products (P), collectives (C), and the time in which a collective waits for a rank (w)."""
     steps, drawn = [timeline.steps[step] for timeline in timelines], []
