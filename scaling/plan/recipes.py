@@ -13,9 +13,14 @@ CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # the chunks of layers that a rank 
 
 
 def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
-    """Return [(microbatches, schedule, chunks, remat, reduce)] that a mesh can run, words as codes."""
+    """Return [(microbatches, schedule, chunks, remat, reduce)] that a mesh can run, words as codes.
+
+    Where params are sharded over fsdp alone, as by `scaling.train`, layers with experts are recomputed whole or not at
+    all, because it refuses other policies.
+    """
     w, size = job.work, network.sizes
-    policies = tuple(p for p in POLICIES if p in w.saved)
+    refused = ("attention", "matmuls") if w.experts_count > 1 and job.shards == ("fsdp",) else ()
+    policies = tuple(p for p in POLICIES if p in w.saved and p not in refused)
     return _recipes(_own(job, size), size["pipe"], w.L, policies, network.zero == 3, fixed)
 
 
