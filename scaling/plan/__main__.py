@@ -61,6 +61,9 @@ def parse_count(text: str, units: dict = BINARY) -> float:
 
 def whole_count(text: str) -> int:
     """Return a count such as "4M" or "1.5k" as an int; an argument error if it is not a whole number."""
+    if re.fullmatch(r"\d{1,5}(x\d{1,5})+", text, re.ASCII):
+        count = math.prod(map(int, text.split("x")))
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is a slice; fix: give the number of its chips, {count}")
     value = parse_count(text)
     if value != int(value):
         raise argparse.ArgumentTypeError(

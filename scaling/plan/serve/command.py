@@ -109,13 +109,14 @@ def token_ms(one: ServingPlan) -> float:
 
 def nothing(asked: Service, hardware, fixed: dict) -> str:
     """Return why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
-    if not replica_shapes(hardware, fixed["chips"], fixed["most"], fixed["replicas"]):
+    shapes = replica_shapes(hardware, fixed["chips"], fixed["most"], fixed["replicas"])
+    counts = ", ".join(str(math.prod(shape)) for shape in serving.slices(hardware))
+    if not shapes:
         if hardware.kind != "tpu" and fixed["replicas"]:
             return f"{fixed['chips']} chips are not {fixed['replicas']} equal replicas\n  fix: choose a divisor of them"
-        counts = ", ".join(str(math.prod(shape)) for shape in serving.slices(hardware))
         what = f"no slice of {fixed['chips']} chips" + f" over {fixed['replicas']} replicas" * bool(fixed["replicas"])
         return f"{hardware.name} has {what}\n  fix: choose one of {counts} for each"
-    if fixed["chips"]:
+    if whole := fixed["chips"] in map(math.prod, shapes):
         try:
             decoding.check_form(fixed["form"] or "heads", asked.config, {"Y": fixed["chips"]})
         except ShardingError as error:
@@ -138,7 +139,9 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
     need = asked.load.weights + (fixed.get("batch") or 1) * asked.load.kv(asked.context)
     return (
         f"nothing fits: weights and caches are {need / 1e9:,.1f} GB, at least {-(-need // room):,.0f} chips of "
-        f"{room / 1e9:,.1f} GB\n  fix: use more chips, smaller dtypes, a shorter context or a smaller batch"
+        f"{room / 1e9:,.1f} GB"
+        + f"; {fixed['chips']} are no slice of {hardware.name}, but {counts} are" * bool(fixed["chips"] and not whole)
+        + "\n  fix: use more chips, smaller dtypes, a shorter context or a smaller batch"
     )
 
 
