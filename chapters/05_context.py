@@ -227,7 +227,7 @@ show(results)
 # %% [markdown]
 # ## Who waits for whom?
 # First look at the ring alone. Each rank keeps its queries, and at every hop it gets the next block of keys and values
-# from the rank before it. A digit is the rank that had the block at first.
+# from the rank before it. A digit (in a notebook, a colour) is the rank that had the block at first.
 
 # %%
 page.title("The ring, hop by hop")
