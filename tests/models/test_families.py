@@ -190,11 +190,12 @@ def greedy(family: str, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_greedy_tokens_and_its_checkpoint(family, tmp_path):
-    """By a batch and by the engine; written and read again to the bit."""
-    config, params = model(family)
-    assert serve.generate(params, PROMPTS, config, 6) == greedy(family, 6)
+    """By a batch, by a lone row, which attends without a mask, and by the engine; written and read again to the bit."""
+    (config, params), wanted = model(family), greedy(family, 6)
+    assert serve.generate(params, PROMPTS, config, 6) == wanted
+    assert serve.generate(params, PROMPTS[:1], config, 6) == wanted[:1]
     steps = [*serve.stream(params, PROMPTS, config, 6, serve.Sampling(), page=3)]
-    assert [[t.id for step in steps for t in step if t.row == row] for row in range(3)] == greedy(family, 6)
+    assert [[t.id for step in steps for t in step if t.row == row] for row in range(3)] == wanted
     hf.save(tmp_path / "m", config, params)
     again, back = hf.load(tmp_path / "m")
     assert again == config.with_(name="m", source=again.source)
