@@ -88,16 +88,20 @@ def traced_depths(
     """Return [(weight, layers, microbatches)] of the steps to trace: their weighted counts sum to the whole step's.
 
     The memory of a pipeline is linear only once the stage and all after it are busy and as many messages are pending
-    as are posted ahead. Under a schedule other than the default, the peak depends on the number of microbatches, so all
-    are traced.
+    as are posted ahead. Under a schedule that is neither 1F1B nor interleaved, the peak depends on the number of
+    microbatches, so all are traced.
     """
     model, Z, M = settings.model, sizes.get("Z", 1), settings.microbatches
-    chunks, of_stages = chunks_on(settings, sizes), settings.schedule_on(sizes)
-    if memory:
-        few, full = (3, 3) if Z == 1 else (2, max(Z - (coord or {}).get("Z", 0), AHEAD + 1) + 1)
-    else:
+    chunks, in_rounds = chunks_on(settings, sizes), settings.pipeline.startswith("interleaved")
+    if not memory:
         few, full = 2, 2 * Z if chunks > 1 else 2
-    if memory and Z > 1 and (of_stages or 2 * full >= M):
+    elif Z == 1:
+        few, full = 3, 3
+    elif in_rounds:
+        few, full = 2, Z * (2 + -(-AHEAD // Z))  # the stages are busy after two rounds of Z microbatches
+    else:
+        few, full = 2, max(Z - (coord or {}).get("Z", 0), AHEAD + 1) + 1
+    if memory and Z > 1 and (2 * full >= M or (settings.schedule_on(sizes) and not in_rounds)):
         full = M  # one run of all microbatches takes less than runs of two smaller numbers
     layers = samples(model.L, period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
     if model.linear or settings.optimizer == "muon":  # Muon's update deals the matrices of all layers out to the ranks

@@ -105,6 +105,7 @@ COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of s
     (TIED, 8, "Z=2,C=2", 1, 4, 4, "none", 0, "zb-h1"),  # of a schedule the lines alone are mixed
     (TIED, 2, "Z=2", 0, 21, 42, "none", 3, "1f1b"),
     (TIED, 4, "Z=4", 2, 21, 42, "none", 3, "1f1b"),
+    (TIED, 5, "Z=2", 0, 26, 26, "none", 3, "interleaved:2"),
     (WIDE, 20, "P=4,Z=2,X=4,Y=16", 0, 2, 256, "block", 3, "1f1b"),  # few layers hold most activations, many gradients
 ]
 
