@@ -4,7 +4,7 @@ The file is systems/silicon_sample.csv of github.com/ai-dynamo/aiconfigurator (A
 forecast is judged by rows that it is not fitted to: the groups of model, chip, count and dtype are divided into halves,
 and the rates that fit one half forecast the other. What is printed last is rates.toml, fitted to all rows.
 
-Left out are repeated rows, rows whose caches do not fit, and prompts that ran on other chips.
+Left out are other models than MODELS, repeated rows, rows whose caches do not fit, and prompts that ran on other chips.
 """
 
 import csv
@@ -71,10 +71,14 @@ def measured_rows(path: Path) -> Iterator[MeasuredRow]:
     replica of attention.
     """
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    seen = set()
-    for row in csv.DictReader(lines):
+    seen, table = set(), csv.DictReader(lines)
+    if missing := {"model_path", "silicon_ttft_ms", "silicon_tpot_ms"} - set(table.fieldnames or ()):
+        raise ValueError(f"{path} has no column {min(missing)}\n  fix: give aiconfigurator's silicon_sample.csv")
+    for row in table:
         n = {name: int(text or 1) for name, text in row.items() if name.endswith(("_size", "isl", "osl"))}
         name = row["model_path"].partition("/")[2].removesuffix("-NVFP4").removesuffix("-FP8")
+        if name not in MODELS or row["backend"] not in ENGINES:
+            continue
         on, dtype = chip(row["system"].partition("_")[0]), row["precision"] or "bf16"
         split, replicas = n["moe_tp_size"], n["attention_dp_size"]
         chips = split if split == n["moe_ep_size"] > 1 else max(n["tp_size"], replicas)
@@ -190,7 +194,7 @@ def fits(rows: Sequence[MeasuredRow]) -> list[Fit]:
     return found
 
 
-@complaining(ValueError, OSError, KeyError, code=2)
+@complaining(ValueError, OSError, code=2)
 def main(arguments: list[str]) -> int:
     """Print the errors of the forecasts, and the rates that fit all rows."""
     parser = Parser(prog="python -m scaling.plan serve measured", description=(__doc__ or "").partition("\n")[0])
