@@ -167,9 +167,13 @@ class Entry:
 
 
 def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
-    """Return the elements of one layer on one tensor rank, (dense, experts), whole along the axes of ZeRO-3."""
+    """Return the elements of one layer on one tensor rank, (dense, experts), whole along the axes of ZeRO-3.
+
+    More tensor ranks than KV heads each store W_K and W_V whole, and compute with one head's part.
+    """
     w = job.work
-    return (w.dense + w.kv * (copied(w, l) - 1)) / l.tensor, w.experts / (l.expert * l.tensor)
+    stored = np.where(l.tensor > w.kv_heads, l.tensor, 1)
+    return (w.dense + w.kv * (stored - 1)) / l.tensor, w.experts / (l.expert * l.tensor)
 
 
 def weight_ways(job: Job, l: Layout, lane: str) -> tuple[Amount, Amount, Amount]:
