@@ -37,10 +37,11 @@ from scaling.strategies.transformer import api
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
-CALLS = {  # on an AbstractMesh, where nothing is sent
-    "experts": (PLAIN.with_(E=4, k=2), {"X": 2, "E": 2}),
-    "one_kv_head": (PLAIN.with_(K=1), {"Y": 2}),
-    "two_way": (PLAIN, {"Y": 2}),
+CALLS: dict[str, tuple[Config, dict, dict]] = {  # model, mesh and options; an AbstractMesh sends nothing
+    "experts": (PLAIN.with_(E=4, k=2), {"X": 2, "E": 2}, {}),
+    "one_kv_head": (PLAIN.with_(K=1), {"Y": 2}, {}),
+    "two_way": (PLAIN, {"Y": 2}, {}),
+    "in_blocks": (PLAIN.with_(D=256, F=256, H=64), {"X": 4}, {"precision": "fp8-128", "zero": 2}),
 }
 EIGHT = "chapters/12_eight_bits.py"
 EXPERT, TRANSFORMER = (f"scaling/strategies/{name}/" for name in ("expert", "transformer"))
@@ -151,6 +152,10 @@ BUGS = (
     Bug("values of eight bits without their scales", "Lightricks/LTX-2#172 leejet/stable-diffusion.cpp#1898",
         "weights are used as they are stored, some 770 times too large: noise, and no error", EIGHT,
         refused="illegal-line", edits={'-> W_in[D, F] {Q_D}", W_in': '-> W_in[D, F]", W_in'}),
+    Bug("a shard smaller than its quantization block", "vllm-project/vllm#52997",
+        "each shard's count of scales is rounded up, so one shard's scale overwrites another's",
+        TRANSFORMER + "types.py", raises=("in_blocks", "64 of D on each rank, in blocks of 128"), edits={
+            '(() if zero == 3 else ("X",))': "()"}),
     Bug("ring attention's backward reads the first block of keys at every hop",
         "huggingface/diffusers#14265 NVIDIA/Megatron-LM#1464",
         "the forward pass is right, dQ, dK and dV are not",
@@ -208,12 +213,12 @@ def broken_as_it_is(file: str) -> list[str]:
 
 def answer(name: str) -> str:
     """The error that a call gets; "" if it gets none."""
-    config, sizes = CALLS[name]
+    config, sizes, options = CALLS[name]
     mesh = AbstractMesh(sizes)
-    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    tokens = torch.empty(2, 64, dtype=torch.int64, device="meta")
     try:
-        params = api.shard(model.init(config, 0, torch.float32, "meta"), config, mesh)
-        api.loss_and_grads(params, tokens, tokens, config, mesh)
+        params = api.shard(model.init(config, 0, torch.float32, "meta"), config, mesh, zero=options.get("zero", 3))
+        api.loss_and_grads(params, tokens, tokens, config, mesh, **options)
     except ValueError as error:
         return f"{type(error).__name__} {error}"
     return ""
