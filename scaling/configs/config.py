@@ -32,49 +32,87 @@ WITHIN: dict[str, str | tuple] = {
 class Config:
     """One decoder-only transformer. Defaults: dense (E = k = 1), gated MLP of 3 matrices, separate unembedding.
 
-    A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that are
-    always active, `F_shared` wide together (0: each as wide as the others). Its first `dense_layers` layers have a
-    dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral), "sigmoid" (DeepSeek-V3), or "inputs",
-    sigmoids that multiply an expert's input and not its output (Llama 4). A token's k weights are its scores times
-    `routed_scale`, divided by their sum if `norm_topk`; its experts come from the best `top_groups` of `expert_groups`.
-    With a `capacity` an expert takes at most capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef`
-    and `z_coef` weigh the losses that balance the load and keep the logits small. `balance_by` evens out the load over
-    the whole "batch", or within each "sequence" (DeepSeek-V3); with `balance_first` only the first of a token's k
-    choices counts (Switch, GShard).
-
-    Rotary positions have the base `theta`; norms have the epsilon `eps`. `attention_bias` adds b_Q, b_K, b_V to the
-    projections, `output_bias` also b_O; `qk_norm` is an RMSNorm over the H of every query and key. With a `window` a
-    query sees itself and the window - 1 tokens before it; it is one number, or one for each layer, where None sees all.
-    If windows are `chunked`, a text is cut into chunks of so many tokens, and a query sees its own chunk (Llama 4).
-    `activation` is silu, gelu, gelu_tanh, relu, relu2, its square, or xielu, which has two learned numbers in each
-    layer (Apertus); None is silu with a gate and gelu without. `dropout` is the share of elements that training drops
-    from a block's output to the residual stream (GPT-2's resid_pdrop); `attention_dropout`, that of attention's
-    weights, and `embed_dropout`, that of embeddings, are not computed, so a model with either is not trained. With
-    `learned_positions` = n each of a text's first n places has a vector that is added to the embedding (GPT-2), and
-    longer texts are refused. `cached` is the number of layers with cached keys and values, if others (`linear` ones)
-    have none; None is all. `dtype` is the stored parameters'. `uncomputed` names features that no code here computes; a
-    model with any is only counted. `source` is the origin of the numbers. `max_positions` is the longest text that the
-    model was made for, before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown.
-    `model_type` is that of the file which the model was read from, if its tensors differ from those in other classes.
-
-    Some families have more. With `unit_offset` norms multiply by 1 + their gain (Gemma). Embeddings are multiplied by
-    `embed_scale`, a block's output to the residual stream by `residual_scale`, and scores by `score_scale`, where None
-    is 1/sqrt(H); logits are divided by `logit_scale` (Granite). The layers in `unrotated` rotate no query or key by its
-    position (SmolLM3); the others rotate a share `rotary_share` of each head's dims (GLM-4.5). With `shared_gate` the
-    shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE). `expert_bias` adds biases to the router
-    and to the experts' products, which are kept within `clamp` (GPT-OSS).
-
-    `norms` are "before" a block, on its input, "after" it, on its output to the stream (OLMo 2), or "both" (Gemma 2). A
-    `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are RMSNorm,
-    or `centered` LayerNorm, with a bias if `norm_bias` and a gain if `norm_gain`. `mlp_bias` adds biases to the MLP's
-    products, `unembed_bias` to the logits. Elements of queries, keys and values are kept within `head_clip` (OLMo).
-    With `qk_wide`, `qk_norm` norms all heads of a token together (OLMo); with `qk_layernorm` it is LayerNorm, with
-    gains of each head (Command R+); with `qk_turned` it norms rotated queries and keys (Hunyuan), and with `qk_bare`
-    those of rotated layers, without gains (Llama 4). There `query_growth` multiplies a query of an unrotated layer by 1
-    + query_growth ln(1 + floor(n / growth_every)) if it is its text's nth. With a `local_theta` layers with a window
-    rotate by this base, without `rope_scaling` (Gemma 3). Scores and logits are kept within `score_cap` and `logit_cap`
-    by tanh (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS). With `head_gate` a head's
-    result is multiplied by a sigmoid of the token (Qwen3-Next).
+    Attributes:
+        Model:
+            name: Its name in tables and errors.
+            L, D, F, N, K, H, V: Its sizes, in the book's letters. With experts F is the width of each routed one.
+            tied: Whether the unembedding is the embedding's transpose.
+            dtype: The dtype in which params are stored.
+            source: The origin of the numbers.
+            uncomputed: Features that no code here computes; a model with any is only counted.
+            model_type: The class of the file that the model was read from, if its tensors differ from other classes'.
+        MLP:
+            gated: Whether it has a gate, and so three matrices.
+            activation: silu, gelu, gelu_tanh, relu, relu2, its square, or xielu, which has two learned numbers in each
+                layer (Apertus); None is silu with a gate and gelu without.
+            mlp_bias: Whether its products have biases.
+        Experts:
+            E, k: The numbers of routed experts, and of those active per token.
+            shared: The number of experts that are always active.
+            F_shared: The width of the shared experts together; 0: each is as wide as a routed one.
+            shared_gate: Whether the shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE).
+            dense_layers, F_dense: The number of first layers with a dense MLP instead, and the width of that MLP.
+            routing: "softmax" (Mixtral), "sigmoid" (DeepSeek-V3), or "inputs", sigmoids that multiply an expert's input
+                and not its output (Llama 4).
+            norm_topk, routed_scale: A token's k weights are its scores times `routed_scale`, divided by their sum if
+                `norm_topk`.
+            expert_groups, top_groups: A token's experts come from the best `top_groups` of `expert_groups`.
+            capacity: An expert takes at most capacity * tokens * k / E tokens, rounded up; None drops none.
+            aux_coef, z_coef: The weights of the losses that balance the load and keep the logits small.
+            balance_by: Even out the load over the whole "batch", or within each "sequence" (DeepSeek-V3).
+            balance_first: Whether only the first of a token's k choices counts for the balance (Switch, GShard).
+            expert_bias: Whether the router and the experts' products have biases (GPT-OSS).
+            clamp: The bound within which the experts' products are kept (GPT-OSS).
+        Positions:
+            theta: The base of rotary positions.
+            rope_scaling: How their frequencies are scaled for longer texts.
+            local_theta: The base in layers with a window, which have no `rope_scaling` then (Gemma 3).
+            rotary_share: The share of each head's dims that is rotated (GLM-4.5).
+            unrotated: The layers that rotate no query or key by its position (SmolLM3).
+            query_growth, growth_every: An unrotated layer multiplies the nth query of a text by
+                1 + query_growth ln(1 + floor(n / growth_every)) (Llama 4).
+            learned_positions: n: each of a text's first n positions has a vector that is added to the embedding
+                (GPT-2), and longer texts are refused.
+            max_positions: The longest text that the model was made for, before its positions are scaled (Hugging Face's
+                max_position_embeddings); 0 if unknown.
+        Dot-product attention:
+            window: A query sees itself and the window - 1 tokens before it. One number, or one for each layer, where
+                None sees all.
+            chunked: Whether a text is cut into chunks of `window` tokens, and a query sees its own chunk (Llama 4).
+            latent: The ranks and widths of latent attention.
+            linear: The layers of linear attention, and their heads.
+            cached: The number of layers with cached keys and values, if others (`linear` ones) have none; None is all.
+            attention_bias, output_bias: Whether there are biases b_Q, b_K and b_V, and whether there is a b_O.
+            head_clip: The bound within which elements of queries, keys and values are kept (OLMo).
+            head_gate: Whether a head's result is multiplied by a sigmoid of the token (Qwen3-Next).
+            sinks: Whether each head has a score of a key without a value (GPT-OSS).
+            score_scale: The factor of scores; None is 1/sqrt(H) (Granite gives one).
+            score_cap: The bound within which tanh keeps scores (Gemma 2).
+        Norms of queries and keys:
+            qk_norm: Whether there is an RMSNorm over the H of every query and key.
+            qk_wide: Whether it norms all heads of a token together (OLMo).
+            qk_layernorm: Whether it is a LayerNorm, with gains of each head (Command R+).
+            qk_turned: Whether it norms rotated queries and keys (Hunyuan).
+            qk_bare: Whether it norms heads of rotated layers alone, after rotating and without gains (Llama 4).
+        Norms of the residual stream:
+            norms: "before" a block, on its input, "after" it, on its output to the stream (OLMo 2), "both" (Gemma 2),
+                or "shared": one norm of the stream that both blocks of a `parallel` layer read (Cohere).
+            parallel: Whether a layer's blocks read the same stream.
+            centered: Whether norms are LayerNorm, not RMSNorm.
+            norm_gain, norm_bias: Whether norms have a gain; whether they have a bias.
+            unit_offset: Whether norms multiply by 1 + their gain (Gemma).
+            eps: The epsilon of norms.
+        Scales, biases and bounds of the stream and the logits:
+            embed_scale: The factor of embeddings (Granite, Gemma).
+            residual_scale: The factor of a block's output to the residual stream (Granite).
+            logit_scale: The divisor of logits (Granite).
+            unembed_bias: Whether logits have a bias.
+            logit_cap: The bound within which tanh keeps logits (Gemma 2).
+        Dropout:
+            dropout: The share of elements that training drops from a block's output to the residual stream (GPT-2's
+                resid_pdrop).
+            attention_dropout, embed_dropout: The same share of attention's weights, and of embeddings. Neither is
+                computed, so a model with either is not trained.
     """
 
     name: str
