@@ -27,7 +27,7 @@ from scaling.spec import FORMATS, ShardingError, parse
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
 CONFIGS = {
     "gqa": PLAIN,
-    "mha": PLAIN.with_(K=4, gated=False, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 16)),
+    "mha": PLAIN.with_(K=4, gated=False, head_gate=True, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 16)),
     "mqa": PLAIN.with_(K=1, tied=True, rope_scaling=RopeScaling("linear", 2.0)),
     "rich": PLAIN.with_(L=3, attention_bias=True, output_bias=True, qk_norm=True, tied=True, window=(None, 5, 3),
         unit_offset=True, logit_scale=0.5),

@@ -26,15 +26,23 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     y, _ = normed(W, "norm_attn", x, at.config, rms)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_to_all("Q[B, T, N_YZ, H] -> Q[B_Z, T, N_Y, H]", Q, at.mesh)  # on the critical path
-    y = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
-    K = einsum("y[B_Z, T, D] * W_K[D, K_Y, H] -> K[B_Z, T, K_Y, H]", y, W["W_K"])
-    V = einsum("y[B_Z, T, D] * W_V[D, K_Y, H] -> V[B_Z, T, K_Y, H]", y, W["W_V"])
+    own = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
+    K = einsum("y[B_Z, T, D] * W_K[D, K_Y, H] -> K[B_Z, T, K_Y, H]", own, W["W_K"])
+    V = einsum("y[B_Z, T, D] * W_V[D, K_Y, H] -> V[B_Z, T, K_Y, H]", own, W["W_V"])
     Q, K, V = finish_heads(W, Q, K, V, at)
     O = at.slots.attend(l, Q, K, V, at.config, W.get("sinks"))
     O = all_to_all("O[B_Z, T, N_Y, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
+    O = gated(W, O, y)
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
     Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
     return biased(Attn, W, "b_O")
+
+
+def gated(W: dict, O: Tensor, y: Tensor) -> Tensor:
+    """Return O[B, T, N_YZ, H], with each head multiplied by the sigmoid of its gate in a model with gates of heads."""
+    if "W_G" not in W:
+        return O
+    return O * einsum("y[B, T, D] * W_G[D, N_YZ, H] -> G[B, T, N_YZ, H]", y, W["W_G"]).sigmoid()
 
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:

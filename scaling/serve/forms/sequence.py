@@ -14,6 +14,7 @@ from torch import Tensor
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
 from scaling.models.layer import Context, biased, finish_heads, normed, rms
 from scaling.models.pointwise import soft_cap
+from scaling.serve.forms.heads_batch import gated
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
@@ -37,7 +38,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     L, O = L.flatten(2), O.flatten(2, 3)
     L = reduce_scatter("L[B, T, N_Y] {U_Z} -> L[B, T, N_YZ]", L, at.mesh)
     O = reduce_scatter("O[B, T, N_Y, H] {U_Z} -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
-    O = O / L[..., None]
+    O = gated(W, O / L[..., None], y)
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
     Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
     return biased(Attn, W, "b_O")

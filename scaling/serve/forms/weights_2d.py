@@ -55,6 +55,9 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     O = at.slots.attend(l, Q, K, V, at.config, W.get("sinks"))
     O = all_to_all("O[B_XZ, T, N_Y, H] -> O[B_X, T, N_YZ, H]", O, at.mesh)  # on the critical path
     O = all_gather("O[B_X, T, N_YZ, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
+    if "W_G" in W:
+        G = einsum("y[B, T, D_X] * W_G[D_X, N_YZ, H] -> G[B, T, N_YZ, H] {U_X}", y, W["W_G"])
+        O = O * all_reduce("G[B, T, N_YZ, H] {U_X} -> G[B, T, N_YZ, H]", G, at.mesh).sigmoid()
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D_X] -> Attn[B, T, D_X] {U_YZ}", O, W["W_O"])
     Attn = reduce_scatter("Attn[B, T, D_X] {U_YZ} -> Attn[B, T, D_XYZ]", Attn, at.mesh)  # on the critical path
     return biased(Attn, W, "b_O")
