@@ -149,7 +149,8 @@ def _most_pages(args, what: Served, groups: int) -> int:
     """Return the pages that memory has room for, per worker and group; ValueError if the options ask for more."""
     pools = 2 if args.policy == "disaggregated" else 1
     wide = _options(args, what, 1 << 62, groups)  # as if no pool were smaller than the windows
-    cache = {"states": pools * (args.slots + 1), "near": wide.near * args.page if wide.window else None}
+    tokens = wide.window_pages * args.page if wide.window else None
+    cache = {"states": pools * (args.slots + 1), "window_tokens": tokens}
     most = what.length_that_fits(1, **cache) // (pools * args.page)
     if (least := args.pages or 1) > most:
         what.check_fits(1, pools * least * args.page, **cache)
@@ -165,7 +166,7 @@ def _options(args, what: Served, pages: int, groups: int) -> Options:
         pages, args.page, args.slots, args.budget, args.policy, prefix, proposals, groups, longest,
         max(windows, default=None),
     )  # fmt: skip
-    return options if options.near < pages else replace(options, window=None)
+    return options if options.window_pages < pages else replace(options, window=None)
 
 
 def _over_http(args, what: Served, options: Options) -> int:

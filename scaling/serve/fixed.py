@@ -97,7 +97,7 @@ class Steps:
         mesh=None,
         form: str = "heads",
         *,
-        near: dict | None = None,
+        window_cache: dict | None = None,
         compile: Any = None,
         capture: bool = True,
     ):
@@ -109,7 +109,7 @@ class Steps:
             cache: A cache of `init_cache`.
             mesh: The mesh, or None for one device.
             form: How params and cache are sharded, one of `serve.types.FORMS`.
-            near: A cache of the layers with a window, if `cache` has the others alone.
+            window_cache: A cache of the layers with a window, if `cache` has only those without.
             compile: A backend of torch.compile, such as "inductor"; None compiles nothing. On a CPU compiled steps have
                 their own copy of the params, in another order in memory.
             capture: Whether to capture steps as CUDA graphs where that is possible.
@@ -117,11 +117,11 @@ class Steps:
         self.params, self.config, self.mesh, self.form = params, config, ONE if mesh is None else mesh, form
         self.device, self.cache = plain_leaf(params).device, writable(cache, plain_leaf(params), donate=True)
         self.page = cache["KV"].shape[3] if "pages" in cache else 0
-        self.tables = 1 + (near is not None)
-        if near is not None:
-            near = writable(near, plain_leaf(params), donate=True)
-            held = [name for name in ("KV", "scale") if name in near]
-            self.cache |= {name: by_layer(self.cache[name], near[name], config) for name in held}
+        self.tables = 1 + (window_cache is not None)
+        if window_cache is not None:
+            window_cache = writable(window_cache, plain_leaf(params), donate=True)
+            held = [name for name in ("KV", "scale") if name in window_cache]
+            self.cache |= {name: by_layer(self.cache[name], window_cache[name], config) for name in held}
         self.room = capacity(cache, share_of(self.mesh, form).shards)
         self.why = why_not(config, self.mesh, self.device) if capture else "it was not asked for"
         self.compile = None if why_eager(config) else compile
@@ -146,14 +146,14 @@ class Steps:
         every: bool = False,
         ids: tuple[Tensor, Tensor] | None = None,
         states: Sequence[int] = (),
-        near: Sequence[Sequence[int]] = (),
+        window_pages: Sequence[Sequence[int]] = (),
     ) -> Tensor:
         """Return logits[B, V] after each row's last token; with `every`, logits[B, T, V] after all tokens.
 
         Row b's ids follow the first starts[b] tokens that the cache has of it, in pages[b] if it is in pages. A row may
         have no ids; its logits then mean nothing. `ids`: (which rows, the first id of each), if they are on the device.
-        `states`: each row's place among the states of linear layers, if it is not b. `near`: each row's pages of the
-        layers with a window, if these have their own.
+        `states`: each row's slot among the states of linear layers, if it is not b. `window_pages`: each row's pages of
+        the layers with a window, if these have their own.
 
         Raises:
             ValueError: A row has no room in the cache.
@@ -172,7 +172,7 @@ class Steps:
         fixed = fixed and (not self.config.moe or len(rows) * self.rounded(T) <= EVERY)
         M = -(-longest // self.page) if self.page else 0
         T, M = (self.rounded(T), self.rounded(M)) if fixed else (T, M)
-        tables = [[[*held[:M], *[0] * (M - len(held))] for held in table] for table in (pages, near) if table]
+        tables = [[[*held[:M], *[0] * (M - len(held))] for held in table] for table in (pages, window_pages) if table]
         asked = [
             [*row, *[0] * (T - len(row)), len(row), starts[b], *(page for table in tables for page in table[b])]
             for b, row in enumerate(rows)
@@ -191,7 +191,7 @@ class Steps:
 
     def _compute(self, params, held, asked, T: int, extent: Extent, every: bool, places: dict | None = None) -> Tensor:
         tokens, counts, starts, pages = asked.tensor_split([T, T + 1, T + 2], 1)
-        tables = dict(zip(("pages", "near"), pages.chunk(self.tables, 1), strict=False)) if self.page else {}
+        tables = dict(zip(("pages", "window_pages"), pages.chunk(self.tables, 1), strict=False)) if self.page else {}
         cache = held | {"lengths": starts[:, 0]} | tables
         return logits_of(
             params, tokens, cache, counts[:, 0], extent, self.config, self.mesh,
@@ -220,9 +220,9 @@ class Steps:
         return run if self.why else Captured(run, asked, self.pool)
 
 
-def by_layer(full: Tensor, near: Tensor, config: Config) -> list[list[Tensor]]:
+def by_layer(full: Tensor, windowed: Tensor, config: Config) -> list[list[Tensor]]:
     """Return KV[i][l] of all layers, from the stacked KV of the layers without a window and of those with one."""
-    pairs = [(iter(a), iter(b)) for a, b in zip(full, near, strict=True)]
+    pairs = [(iter(a), iter(b)) for a, b in zip(full, windowed, strict=True)]
     return [[next(a if window is None else b) for window in config.windows] for a, b in pairs]
 
 
@@ -237,7 +237,7 @@ NO_WORK = Work(Request(-1, (), 0), 0, (), (), False, slot=-1)
 class PagedModel:
     """A model that holds this rank's params and its group's pages. If it is not `paged`, a page is a row of a cache.
 
-    A linear layer has a state for each slot beside the pages, and one more, the last, for rows without a request.
+    A linear layer has no pages, but a state for each slot, and a last one for rows without a request.
     """
 
     def __init__(
@@ -255,21 +255,22 @@ class PagedModel:
         self.device, self.page, self.groups, self.paged = plain_leaf(params).device, options.page, options.groups, paged
         self.group = share_of(ONE if mesh is None else mesh, form).group
         self.pools, self.states = dict[str, Steps](), paged and config.linear is not None
-        self.near = paged and options.window is not None and any(config.windows)
-        if self.near and (wider := [w for w in config.windows if w is not None and w > (options.window or 0)]):
+        self.windowed = paged and options.window is not None and any(config.windows)
+        if self.windowed and (wider := [w for w in config.windows if w is not None and w > (options.window or 0)]):
             what = f"{config.name}: a window of {max(wider)} tokens, where layers keep the pages of {options.window}"
             raise ValueError(f"{what}\n  fix: Options(..., window={max(wider)}), or window=None to keep all")
         for worker, (pool, *_) in scheduler.initial(options).pools.items():
             rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
-            own, near = {"mesh": mesh, "dtype": dtype, "page": page, "form": form}, None
-            layers = config.windows.count(None) if self.near else None
+            own, window_cache = {"mesh": mesh, "dtype": dtype, "page": page, "form": form}, None
+            layers = config.windows.count(None) if self.windowed else None
             cache = init_cache(config, self.groups * rows, length, layers=layers, **own)
             if layers is not None:
-                near = init_cache(config, self.groups, options.near * pool.size, layers=config.L - layers, **own)
+                room = options.window_pages * pool.size
+                window_cache = init_cache(config, self.groups, room, layers=config.L - layers, **own)
             if self.states:
                 slots = init_cache(config, self.groups * (options.slots + 1), 1, mesh=mesh, dtype=dtype, form=form)
                 cache |= {name: slots[name] for name in ("S", "tail")}
-            self.pools[worker] = Steps(params, config, cache, mesh, form, near=near, **steps)
+            self.pools[worker] = Steps(params, config, cache, mesh, form, window_cache=window_cache, **steps)
             params = self.pools[worker].params  # both workers' steps share what is laid out anew
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False, ids: Tensor | None = None) -> Tensor:
@@ -290,8 +291,8 @@ class PagedModel:
         at = uploaded(places, self.device)
         given = None if ids is None else (at, ids)
         states = [w.slot for w in rows] if self.states else ()
-        near = [[max(0, page) for page in w.near] for w in rows] if self.near else ()
-        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given, states, near)
+        window_pages = [[max(0, page) for page in w.window_pages] for w in rows] if self.windowed else ()
+        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given, states, window_pages)
         return logits[: len(works)] if places == [*range(len(works))] else logits[at]
 
     def move(self, move: Move) -> None:

@@ -147,11 +147,11 @@ class Served:
         """An abstract mesh of the sizes."""
         return AbstractMesh(self.sizes)
 
-    def needed(self, batch: int, length: int, states: int = 1, near: int | None = None) -> int:
+    def needed(self, batch: int, length: int, states: int = 1, window_tokens: int | None = None) -> int:
         """Return bytes of params and of a cache of `batch` rows of `length` tokens on each rank, a draft's included.
 
-        A row has so many `states` of linear layers: one, or if it is an engine's pool of pages one for each slot. If
-        layers with a window have a pool of their own, it has room for `near` tokens.
+        `states` is the number of states of linear layers for each row: one, or in an engine's pool of pages, which is
+        one row, the number of slots. If layers with a window have a separate pool, it has room for `window_tokens`.
         """
         found = 0
         for source in (self.model, self.draft):
@@ -162,21 +162,22 @@ class Served:
                 params = tree.shard(transformer.init(config, 0, self.dtype, "meta"), specs(config, **given), self.mesh)
                 if self.weights and source is self.model:
                     params = quantize(params, config, self.weights, **given)
-                shorter = sum(window is not None for window in config.windows) if near is not None else 0
-                kept = Fraction(shorter * min(places, near or 0) + (config.L - shorter) * places, config.L * places)
+                shorter = sum(window is not None for window in config.windows) if window_tokens is not None else 0
+                tokens = shorter * min(places, window_tokens or 0) + (config.L - shorter) * places
+                kept = Fraction(tokens, config.L * places)
                 times = {"KV": kept, "scale": kept, "S": states, "tail": states}
                 found += tree.nbytes(params)
                 found += int(sum(cache[name].nbytes * times[name] for name in times if name in cache))
         return found
 
-    def length_that_fits(self, batch: int, near: int | None = None, **cache) -> int:
+    def length_that_fits(self, batch: int, window_tokens: int | None = None, **cache) -> int:
         """Return the greatest length of `batch` rows whose caches fit with the params; 0 or less if none fits.
 
-        A cache's bytes grow with its length along a line, and beyond `near` along another, which is less steep.
+        A cache's bytes are linear in its length, with a smaller slope beyond `window_tokens`.
         """
         unit, found = share_of(self.mesh, self.form).shards, []
-        for start in (1, 1 + (near or 0) // unit):
-            one, two = (self.needed(batch, n * unit, near=near, **cache) for n in (start, start + 1))
+        for start in (1, 1 + (window_tokens or 0) // unit):
+            one, two = (self.needed(batch, n * unit, window_tokens=window_tokens, **cache) for n in (start, start + 1))
             found.append(((self.memory - one) // max(1, two - one) + start) * unit)
         return max(found)
 

@@ -21,11 +21,11 @@ class Pool:
     """A pool of `total` pages of `size` tokens, which its methods change; the scheduler's pure step works on a `copy`.
 
     `prefix`: whether full pages stay in the trie for other requests. Ticks are the scheduler's steps, and say when a
-    page was last used. `near`: the pool of the layers with a window, if they keep only the pages within it.
+    page was last used. `windowed`: the pool of the layers with a window, if they keep only the pages within it.
     """
 
-    def __init__(self, total: int, size: int, prefix: bool = True, near: NearPool | None = None):
-        self.total, self.size, self.prefix, self.near = total, size, prefix, near
+    def __init__(self, total: int, size: int, prefix: bool = True, windowed: WindowPool | None = None):
+        self.total, self.size, self.prefix, self.windowed = total, size, prefix, windowed
         self.free = list(range(total - 1, -1, -1))  # the next one to take is the last
         self.refs: dict[int, int] = {}  # held page -> holders
         self.children: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> page
@@ -37,7 +37,7 @@ class Pool:
         new = copy(self)
         new.free, new.refs, new.children = self.free[:], self.refs.copy(), self.children.copy()
         new.edges, new.used = self.edges.copy(), self.used.copy()
-        new.near = self.near and self.near.copy()
+        new.windowed = self.windowed and self.windowed.copy()
         return new
 
     def count(self, tokens: int) -> int:
@@ -67,7 +67,7 @@ class Pool:
                 break
             found.append(page)
             parent = page
-        return self.near.seen_whole(found) if self.near else found
+        return self.windowed.seen_whole(found) if self.windowed else found
 
     def room(self, besides: Sequence[int] = ()) -> int:
         """Return how many pages, free or cached, can be taken while the pages `besides` stay."""
@@ -98,8 +98,8 @@ class Pool:
             parent, tokens, _ = self.edges.pop(page)
             del self.children[parent, tokens], self.used[page]
             self.free.append(page)
-            if self.near:
-                self.near.forget(page)
+            if self.windowed:
+                self.windowed.forget(page)
 
     def release(self, pages: Sequence[int], tick: int) -> None:
         """Drop one holder of each page; a page without holders is cached if it is in the trie, else it is free."""
@@ -136,11 +136,11 @@ class Pool:
         return there
 
 
-class NearPool(Pool):
+class WindowPool(Pool):
     """The pool of layers with a window, whose pages are twins of another pool's: each holds the tokens of its twin.
 
-    A request holds the pages that its next token sees, and those that it writes. Its list of them has -1 in the place
-    of each page before. In the trie the edge of a page is its twin.
+    A request holds the pages that its next token sees or is written to. In its list of pages, -1 replaces each page
+    that it has given back. In the trie the edge of a page is its twin.
     """
 
     def __init__(self, total: int, size: int, prefix: bool, window: int):
@@ -166,18 +166,18 @@ class NearPool(Pool):
         self.hold(pages, tick)
         return (-1,) * first + tuple(pages)
 
-    def keep(self, near: Sequence[int], twins: Sequence[int], start: int, tokens: int, tick: int) -> tuple[int, ...]:
-        """Put the pages near[start:] that are full into the trie, and give back those that fell out of the window."""
-        new = list(near)
+    def keep(self, pages: Sequence[int], twins: Sequence[int], start: int, tokens: int, tick: int) -> tuple[int, ...]:
+        """Put the full pages of pages[start:] into the trie, and give back the pages that fell out of the window."""
+        new = list(pages)
         for i in range(start, tokens // self.size if self.prefix else 0):
             new[i] = self._entered((twins[i], ()), new[i], i, tick) if new[i] >= 0 else -1
         first = self.first(tokens)
         self.give_back(new[:first], tick)
         return (-1,) * first + tuple(new[first:])
 
-    def give_back(self, near: Sequence[int], tick: int) -> None:
+    def give_back(self, pages: Sequence[int], tick: int) -> None:
         """Drop one holder of each of a request's pages."""
-        self.release([page for page in near if page >= 0], tick)
+        self.release([page for page in pages if page >= 0], tick)
 
     def forget(self, twin: int) -> None:
         """Take the page of an evicted twin out of the trie."""

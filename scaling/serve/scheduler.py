@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
-from scaling.serve.pages import NearPool, Pool
+from scaling.serve.pages import Pool, WindowPool
 from scaling.serve.requests import Request
 from scaling.serve.states import (
     DECODE,
@@ -54,8 +54,9 @@ def initial(options: Options) -> State:
     def pools(worker: str) -> tuple[Pool, ...]:
         prefix = options.prefix and worker != DECODE
         size, window = options.page, options.window
-        near = [NearPool(options.near, size, prefix, window) if window else None for _ in range(options.groups)]
-        return tuple(Pool(options.pages, size, prefix, each) for each in near)
+        few = options.window_pages
+        windowed = [WindowPool(few, size, prefix, window) if window else None for _ in range(options.groups)]
+        return tuple(Pool(options.pages, size, prefix, each) for each in windowed)
 
     return State(options, pools={worker: pools(worker) for worker in POLICIES[options.policy].workers})
 
@@ -132,8 +133,8 @@ def _cancel(state: State, id: int, actions: list[Action]) -> None:
 def _release(state: State, live: Live) -> None:
     if live.where is not None:
         state.pool(live).release(live.pages, state.tick)
-        if near := state.pool(live).near:
-            near.give_back(live.near, state.tick)
+        if windowed := state.pool(live).windowed:
+            windowed.give_back(live.window_pages, state.tick)
 
 
 def _finish(state: State, id: int, reason: str, actions: list[Action]) -> None:
@@ -157,11 +158,11 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         out = live.out + given
         tokens = (live.request.prompt + out)[:computed]
         first = work.start // pool.size
-        shared, near = pool.share(list(work.pages[:pages]), tokens, first, state.tick), live.near
-        if pool.near:
-            pool.near.give_back(near[pages:], state.tick)
-            near = pool.near.keep(near[:pages], shared, first, computed, state.tick)
-        state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(shared), near=near)
+        shared, kept = pool.share(list(work.pages[:pages]), tokens, first, state.tick), live.window_pages
+        if pool.windowed:
+            pool.windowed.give_back(kept[pages:], state.tick)
+            kept = pool.windowed.keep(kept[:pages], shared, first, computed, state.tick)
+        state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(shared), window_pages=kept)
         if live.cancelled:
             _finish(state, work.id, "cancelled", actions)
         elif work.sample and (out[-1] in live.request.stop or work.id in event.stopped):
@@ -237,10 +238,10 @@ def _admit(state: State, actions: list[Action]) -> None:
         group = min(roomy, key=lambda g: (needs[g], count[g]))
         pool, hit = pools[group], hits[group]
         pool.hold(hit, state.tick)
-        near = pool.near.hit(hit, state.tick) if pool.near else ()
+        seen = pool.windowed.hit(hit, state.tick) if pool.windowed else ()
         cached, pages = len(hit) * pool.size, (*hit, *pool.take(needs[group]))
         state.live[live.id] = replace(
-            live, computed=cached, pages=pages, where=worker, group=group, slot=free.pop(0), near=near
+            live, computed=cached, pages=pages, where=worker, group=group, slot=free.pop(0), window_pages=seen
         )
         count[group] += 1
         actions.append(Admit(live.id, cached))
@@ -293,7 +294,7 @@ def _work(state: State, id: int, count: int) -> Work:
         before,
         live.group,
         live.slot,
-        live.near,
+        live.window_pages,
     )
 
 
@@ -302,13 +303,14 @@ def _has_pages(state: State, id: int, count: int) -> bool:
     live = state.live[id]
     pool = state.pool(live)
     count = pool.count(live.computed + count)
-    more, near = max(0, count - len(live.pages)), max(0, count - len(live.near)) if pool.near else 0
-    if (more and pool.room() < more) or (pool.near and near and pool.near.room() < near):
+    more = max(0, count - len(live.pages))
+    more_windowed = max(0, count - len(live.window_pages)) if pool.windowed else 0
+    if (more and pool.room() < more) or (pool.windowed and more_windowed and pool.windowed.room() < more_windowed):
         return False
     if more:
         state.live[id] = live = replace(live, pages=(*live.pages, *pool.take(more)))
-    if pool.near and near:
-        state.live[id] = replace(live, near=(*live.near, *pool.near.take(near)))
+    if pool.windowed and more_windowed:
+        state.live[id] = replace(live, window_pages=(*live.window_pages, *pool.windowed.take(more_windowed)))
     return True
 
 
@@ -316,5 +318,5 @@ def _preempt(state: State, id: int, actions: list[Action]) -> None:
     """Put a request back to waiting, in order of age; its full pages may still be cached when it is admitted again."""
     live = state.live[id]
     _release(state, live)
-    state.live[id] = replace(live, computed=0, pages=(), near=(), where=None)
+    state.live[id] = replace(live, computed=0, pages=(), window_pages=(), where=None)
     actions.append(Preempt(id))

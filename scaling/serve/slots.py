@@ -54,7 +54,7 @@ class Slots:
 
     No value is read on the host, so a graph of these operations serves every step of the same shapes and `Extent`. A
     cache may come as its layers, KV[i][l]: a compiler writes to these in place, where it would copy a stacked cache.
-    With a second table, cache["near"], the pages of layers with a window are those that it gives.
+    If there is a second table, cache["window_pages"], layers with a window read their pages from it.
 
     Attributes:
         positions: The tokens' places in their rows, [B_Z, T], or [T] if all rows are alike. A padded token has the
@@ -63,7 +63,7 @@ class Slots:
         own: Which of the tokens are this rank's queries, if T is split over C.
         begun: begun[B_Z], the tokens that each row has before the call.
         new: new[B_Z].
-        states: Each row's place among the states of linear layers; by default rows and states are in one order.
+        states: Each row's slot among the states of linear layers; by default rows and states are in one order.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Slots:
     ):
         self.chunked = chunked
         self.cache, self.T, self.extent, self.own, self._seen = cache, T, extent, own, {}
-        self.near = None
-        if "near" in cache:
-            held = {name: x for name, x in cache.items() if name != "near"} | {"pages": cache["near"]}
-            self.near = Slots(held, new, T, share, extent, own, chunked)
+        self.windowed = None
+        if "window_pages" in cache:
+            rest = {name: x for name, x in cache.items() if name != "window_pages"}
+            self.windowed = Slots(rest | {"pages": cache["window_pages"]}, new, T, share, extent, own, chunked)
         self.rows = share.rows(len(cache["lengths"]))
         self.begun, self.new = held, new = cache["lengths"][self.rows], new[self.rows]
         self.size = cache["KV"][0][0].shape[1]  # places of a row on this rank, or of a page
@@ -169,8 +169,8 @@ class Slots:
 
         The mask and causal in the result say which of these places each query sees; `over` takes them.
         """
-        if window is not None and self.near is not None:
-            return self.near.held(l, window, dtype, *new)
+        if window is not None and self.windowed is not None:
+            return self.windowed.held(l, window, dtype, *new)
         self.append(l, *new)
         keys, mask, causal = self.seen(window, dtype)
         return self.read(l, keys, dtype), mask, causal

@@ -64,7 +64,7 @@ class Options:
                 raise ValueError(f"{what}\n  fix: choose the policy 'chunked', or window=None")
 
     @property
-    def near(self) -> int:
+    def window_pages(self) -> int:
         """The pages of layers with a window: always enough for all slots and for the tokens of a step."""
         reach = (self.window or 0) + self.proposals
         return min(self.pages, self.slots * (reach // self.page + 3) + self.budget // self.page)
@@ -113,8 +113,8 @@ class Work(NamedTuple):
 
     `proposals`: let a draft propose this number of tokens after them, and give the accepted ones and the token that
     follows. A draft may need the whole text; then `before` has the tokens before `start`. `group`: the group that the
-    pages belong to. `slot`: the request's slot on the worker, where the states of linear layers are. `near`: the
-    pages of layers with a window, if they have pages of their own, with -1 for those that have been given back.
+    pages belong to. `slot`: the request's slot on the worker, where the states of linear layers are. `window_pages`:
+    the pages of layers with a window, if these have their own, with -1 for each page that has been given back.
     """
 
     request: Request
@@ -126,7 +126,7 @@ class Work(NamedTuple):
     before: tuple[int, ...] = ()
     group: int = 0
     slot: int = 0
-    near: tuple[int, ...] = ()
+    window_pages: tuple[int, ...] = ()
 
     @property
     def id(self) -> int:
@@ -189,8 +189,8 @@ class Live:
     """A request that has arrived and is not finished.
 
     `pages` are pages of its `group` on the worker `where`, which is None while the request waits, and `slot` is one of
-    the worker's slots. `target` and `next_slot` are the pages and the slot that it is being moved to. `near`: as in
-    `Work`.
+    the worker's slots. `target` and `next_slot` are the pages and the slot that it is being moved to. `window_pages` is
+    as in `Work`.
     """
 
     request: Request
@@ -200,7 +200,7 @@ class Live:
     where: str | None = None
     group: int = 0
     slot: int = 0
-    near: tuple[int, ...] = ()
+    window_pages: tuple[int, ...] = ()
     target: tuple[int, ...] | None = None
     next_slot: int = 0
     cancelled: bool = False

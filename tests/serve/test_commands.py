@@ -170,12 +170,13 @@ def test_generate_refuses_what_it_cannot_do_and_what_does_not_fit_beforehand(sai
     cache = serve.init_cache(linear, 3, 8, dtype=torch.float32)
     held = served.needed(3, 8) - transformer.tree.nbytes(transformer.init(linear, 0, device="meta"))
     assert held == sum(cache[name].nbytes for name in ("KV", "S", "tail"))
-    near, layers = loading.Served(Source(CONFIG.with_(L=3, window=(None, 4, 4))), {}), CONFIG.L  # 16 tokens within it
-    found = [near.needed(1, n, near=16) - near.needed(1, 8, near=16) for n in (16, 116)]
+    served, layers = loading.Served(Source(CONFIG.with_(L=3, window=(None, 4, 4))), {}), CONFIG.L  # 16 tokens within it
+    found = [served.needed(1, n, window_tokens=16) - served.needed(1, 8, window_tokens=16) for n in (16, 116)]
     assert found == [8 * TOKEN * 3 // layers, (8 * 3 + 100) * TOKEN // layers]
     for n in (10, 16, 17, 116):
-        full = replace(near, memory=near.needed(1, n, near=16))
-        assert [replace(full, memory=full.memory - less).length_that_fits(1, near=16) for less in (0, 1)] == [n, n - 1]
+        full = replace(served, memory=served.needed(1, n, window_tokens=16))
+        less = replace(full, memory=full.memory - 1)
+        assert [each.length_that_fits(1, window_tokens=16) for each in (full, less)] == [n, n - 1]
     available = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     assert loading.free_memory("cpu", 2) == pytest.approx(0.45 * available, rel=0.05)
 

@@ -66,7 +66,7 @@ class Audited:
         self.before = initial(options)
         self.frozen = pickle.dumps(self.before)
         self.memories = {worker: [Memory(options.page) for _ in each] for worker, each in self.before.pools.items()}
-        self.near = [{} for _ in range(options.groups)]  # (page of layers with a window, place in it) -> the tokens
+        self.windowed = [{} for _ in range(options.groups)]  # (page of layers with a window, place in it) -> the tokens
         self.counts: Counter[str] = Counter()
 
     def execute(self, action):
@@ -82,11 +82,11 @@ class Audited:
             assert work.tokens
             memories[work.group].write(work.pages, work.start, (*work.tokens, *self.proposed(work)))
         for work in action.works if self.options.window else ():
-            text, near = memories[work.group].read(work.pages, work.start + work.width), self.near[work.group]
+            text, windowed = memories[work.group].read(work.pages, work.start + work.width), self.windowed[work.group]
             for i in range(max(0, work.start - self.options.window + 1), len(text)):
-                at = work.near[i // size], i % size
-                assert i >= work.start or near[at] == text[: i + 1], "a page within the window was given back"
-                near[at] = text[: i + 1]
+                at = work.window_pages[i // size], i % size
+                assert i >= work.start or windowed[at] == text[: i + 1], "a page within the window was given back"
+                windowed[at] = text[: i + 1]
         for work in action.works:
             if work.sample:
                 found = memories[work.group].read(work.pages, work.start + work.width)
@@ -149,14 +149,15 @@ class Audited:
         self.before, self.frozen = state, pickle.dumps(state)
 
     def _audit_near(self, pool, mine, idle):
-        if (near := pool.near) is None:
+        if (windowed := pool.windowed) is None:
             return
-        assert sorted([*near.free, *near.refs, *(near.edges.keys() - near.refs.keys())]) == [*range(near.total)]
-        assert Counter(p for live in mine.values() for p in live.near if p >= 0) == Counter(near.refs)
-        assert {twin for twin, _, _ in near.edges.values()} <= pool.edges.keys()
+        unused = windowed.edges.keys() - windowed.refs.keys()
+        assert sorted([*windowed.free, *windowed.refs, *unused]) == [*range(windowed.total)]
+        assert Counter(p for live in mine.values() for p in live.window_pages if p >= 0) == Counter(windowed.refs)
+        assert {twin for twin, _, _ in windowed.edges.values()} <= pool.edges.keys()
         for live in idle:
-            assert sum(p >= 0 for p in live.near) <= pool.count(near.window) + 1
-        self.counts["given back"] += sum(p < 0 for live in mine.values() for p in live.near)
+            assert sum(p >= 0 for p in live.window_pages) <= pool.count(windowed.window) + 1
+        self.counts["given back"] += sum(p < 0 for live in mine.values() for p in live.window_pages)
 
     def ended(self, served) -> Counter:
         """How often what happened, once all is over."""
@@ -175,9 +176,9 @@ class Audited:
         page_of = {text: page for page, text in spelled.items()}
 
         def hits(n: int) -> bool:
-            first = pool.near.first(n) * pool.size if pool.near else n
+            first = pool.windowed.first(n) * pool.size if pool.windowed else n
             twins = [page_of.get(tokens[:m]) for m in range(first + pool.size, n + 1, pool.size)]
-            return tokens[:n] in page_of and all((twin, ()) in pool.near.children for twin in twins)
+            return tokens[:n] in page_of and all((twin, ()) in pool.windowed.children for twin in twins)
 
         best = max(n for n in range(0, len(tokens), pool.size) if hits(n))
         self.counts["hits"] += action.cached > 0
