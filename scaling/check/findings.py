@@ -1,4 +1,4 @@
-"""The rules by name; the judge's answer about a program, its findings and what it could not judge; and their places.
+"""The rules by name, and the judge's answer about a program: its findings and unjudged lines, with their places.
 
 A finding is placed at the line of the judged program that led to it, not at the line of the library that computes it.
 """

@@ -215,7 +215,7 @@ class Judge(TypedLines, TorchDispatchMode):
         return ()
 
     def cut(self, x: Tensor, part: Tensor) -> None:
-        """Join the pieces of a merged dim of which `part` has only some, since no view can separate them afterwards."""
+        """Join the pieces of a merged dim if `part` has only some of them, as no view can separate them afterwards."""
         known = self.memory.get(storage_of(x))
         if known is None or x.dim() != part.dim():
             return

@@ -88,7 +88,7 @@ NULL = (
 ALPHA = 1.702  # of GPT-OSS's gate, the only one that is computed
 PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
-CHUNKS = {"full_attention", "chunked_attention"}  # those of a class with chunks
+CHUNKS = {"full_attention", "chunked_attention"}  # the types that are computed in a class with chunks
 LINEAR_TYPES = {"linear_attention", "full_attention"}  # the types that are computed in a class with linear layers
 ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
 

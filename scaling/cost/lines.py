@@ -99,7 +99,7 @@ class LiveBytes:
 
     @staticmethod
     def of(monomials: Sequence[Monomial], rows: Sequence[Sequence[float]]) -> "LiveBytes":
-        """Return the rows as a matrix, padded with zeros, without those that another row covers in each column."""
+        """Return the rows as a matrix, padded with zeros, without each row that another one covers in every column."""
         matrix = np.zeros((len(rows), len(monomials)))
         for i, row in enumerate(rows):
             matrix[i, : len(row)] = row

@@ -128,7 +128,8 @@ def num_params(config: Config, active: bool = False) -> int:
 def visible_pairs(T: int, S: int, window: int | None = None, chunked: bool = False) -> int:
     """Count the (query, key) pairs of the last T of S tokens: TS - T(T-1)/2, or fewer with a `window`.
 
-    Each query attends to itself and to the tokens before it, at most `window` keys in all, or those of its chunk.
+    Each query attends to itself and to the tokens before it: at most `window` keys in all or, if `chunked`, those in
+    its chunk.
     """
     if chunked and window:
         return _chunk_pairs(S, window) - _chunk_pairs(S - T, window)

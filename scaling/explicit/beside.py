@@ -89,8 +89,8 @@ def jax_layout(op, at: Sequence[DimAxes]) -> JaxAnswer:
 def _leading_first(op: LabelledOp, at: Sequence[DimAxes]) -> list[tuple[tuple[str | None, ...], DimAxes]]:
     """Return (labels, layout) of each operand, first the one whose batch dims JAX gives the result of a product.
 
-    It is the left operand if the result has the batch dims first, then the other dims of the left operand, and then
-    those of the right one. In any other order it is the right operand.
+    It is the left operand if the result has first the batch dims, then the left operand's other dims, and then the
+    right operand's. In any other order it is the right operand.
     """
     pairs = list(zip(op.inputs, at, strict=True))
     if not op.name.startswith("einsum") or len(pairs) < 2:

@@ -38,10 +38,10 @@ def first_seen(place: Any, window: int, chunked: bool) -> Any:
 def within_chunks(
     attend: Callable, length: int, at: Tensor, places: Tensor, Q, K, V, *, window=None, **given
 ) -> Tensor:
-    """Attend within chunks of `window` tokens, which are documents to `attend`; with a window of None, to all.
+    """Attend within chunks of `window` tokens, which `attend` masks as documents; a window of None sees all.
 
-    The tokens are at[T_C] of a sequence of `length`, and places[B, T_C] or [T_C] of their documents, which are cut into
-    chunks one by one. Scores of other chunks are computed and masked.
+    Each document is cut into chunks separately. A token has the position at[T_C] in the sequence of `length` tokens,
+    and places[B, T_C] or [T_C] in its document. Scores of other chunks are computed and masked.
     """
     if window is not None and window < length:
         given["segments"] = (at - places % window).expand(len(Q), -1)  # each chunk is named by its first token

@@ -109,15 +109,8 @@ JOINED: dict[str, dict[str, Row]] = {
     },
 }
 
-PAIRED = (
-    "ernie4_5",
-    "helium",
-    "glm",
-    "glm4",
-    "cohere",
-    "cohere2",
-    "llama4_text",
-)  # whose rotary planes have neighbouring coordinates
+# The two coordinates of a rotary plane are neighbours in these classes.
+PAIRED = ("ernie4_5", "helium", "glm", "glm4", "cohere", "cohere2", "llama4_text")
 TURNED = ("W_Q", "W_K", "b_Q", "b_K", "norm_Q", "norm_K")  # leaves[.., H] whose H positions turn
 
 

@@ -129,10 +129,10 @@ def finish_heads(
 
 
 def turned_heads(Q: Tensor, K: Tensor, rope: tuple, config: Config) -> tuple[Tensor, Tensor]:
-    """Return Q and K rotated by rope = (cos, sin), with `qk_bare` normed after it without gains.
+    """Return Q and K rotated by rope = (cos, sin), and with `qk_bare` then normed without gains.
 
-    rope = (cos, sin, grown) is of a layer without rotation that multiplies queries by grown[T_C] and norms none (Llama
-    4).
+    In a layer without rotation (Llama 4), rope is (cos, sin, grown), queries are multiplied by grown[T_C], and nothing
+    is normed.
     """
     cos, sin, *grown = rope
     Q, K = rotate(Q, cos, sin), rotate(K, cos, sin)

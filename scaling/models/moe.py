@@ -114,7 +114,7 @@ class Rows(NamedTuple):
         return x.index_select(0, self.choice // self.place.shape[1])
 
     def scaled(self, Row: Tensor, weights: Tensor) -> Tensor:
-        """Row[R, D], weights[n, k] -> Row[R, D] times its choice's weight; 0 for a row that no token has chosen."""
+        """Row[R, D], weights[n, k] -> Row[R, D] times the weight of its choice; 0 for a row of no token."""
         dropped = len(Row) < self.place.numel()  # their place is R
         own = weights.new_zeros(len(Row) + dropped).scatter(0, self.place.flatten(), weights.flatten())
         return Row * own[: len(Row), None].to(Row.dtype)

@@ -146,7 +146,8 @@ def rms_norm_vjp(x: Tensor, dy: Tensor) -> Tensor:
 def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
     """Return (f(*primals), pull) over trees of tensors: pull(cotangents) -> a cotangent of each primal.
 
-    A second argument of `pull` is not read: `scaled.vjp_of_scaled` has one, the primals' forms in the backward pass.
+    `pull` ignores a second argument, so that it can be called as the one of `scaled.vjp_of_scaled` is, which needs the
+    primals' forms in the backward pass.
 
     This equals torch.func.vjp, which costs more per collective and whose first call imports the compiler, so that every
     rank that torchrun starts would wait for it. A tensor that the result does not depend on, or that holds whole

@@ -31,7 +31,7 @@ class Compute:
         again: The shares of `linear` and of `dots` that the backward pass recomputes.
         read: Bytes of the stage's weights, which matmuls read from memory.
         forward: Seconds at the chip's peak, the longer of computing and of reading weights (Part 1).
-        backward: The same of the backward pass.
+        backward: Seconds of the backward pass at the peak, likewise.
         fill: The time of the whole step over that of the fullest stage's work, which is 1 / (1 - bubble).
         live: The number of microbatches whose activations the first stage holds.
     """

@@ -181,9 +181,9 @@ def divisions(asked: PosttrainJob, hardware: Chip, chips: int) -> list[Division]
     """
     whole(chips=chips)
     counts, known, best = _counts(hardware, chips), {}, None
-    for stride in STRIDES:  # one side slows down as the other one speeds up, so the best is beside the best so far
-        near = range(stride - 1, len(counts), stride) if best is None else (best - stride, best + stride)
-        new = [i for i in near if 0 <= i < len(counts) and i not in known]
+    for stride in STRIDES:  # one side slows down as the other speeds up, so the best is a neighbour of the best so far
+        tries = range(stride - 1, len(counts), stride) if best is None else (best - stride, best + stride)
+        new = [i for i in tries if 0 <= i < len(counts) and i not in known]
         known |= {i: _division(asked, hardware, counts[i], chips - counts[i], True) for i in new}
         best = min((i for i, one in known.items() if one), key=lambda i: known[i].seconds, default=None)
     found = [one for one in (_division(asked, hardware, chips, chips, False), *known.values()) if one is not None]

@@ -15,8 +15,8 @@ CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # the chunks of layers that a rank 
 def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
     """Return [(microbatches, schedule, chunks, remat, reduce)] that a mesh can run, words as codes.
 
-    Where params are sharded over fsdp alone, as by `scaling.train`, layers with experts are recomputed whole or not at
-    all, because it refuses other policies.
+    If params are sharded over fsdp alone, as in `scaling.train`, layers with experts are recomputed whole or not at
+    all, because `scaling.train` refuses other policies for them.
     """
     w, size = job.work, network.sizes
     refused = ("attention", "matmuls") if w.experts_count > 1 and job.shards == ("fsdp",) else ()

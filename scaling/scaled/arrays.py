@@ -192,7 +192,10 @@ def quantize(
 
 
 def check_block(line: str, dims: str, size: int, f: Format, least: int = 1) -> None:
-    """Raise a ShardingError where `size` entries of `dims` on a rank cut a block, of `least` values if it is all."""
+    """Raise a ShardingError if a rank's `size` entries of `dims` cut a block.
+
+    If a format has no blocks, `size` must be a multiple of `least`, the number of values in a byte.
+    """
     if size % (block := f.block or least):
         what = f"{size} of {dims} on each rank, in blocks of {block} ({f.name})"
         fix = f"make {dims} a multiple of {block} on each rank, split it over fewer, or choose another format"

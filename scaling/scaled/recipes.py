@@ -54,8 +54,8 @@ class MatrixProduct(NamedTuple):
     Attributes:
         line: Its line.
         counts: For each operand and each dim of its matrix, the number of adjacent dims that are merged into it.
-        whole: For each operand the slice of its dims along which blocks lie: those that are summed over, from the last
-            one that an axis splits. A block that reached beyond them would be of other values than on one device.
+        whole: For each operand the slice of its dims along which blocks lie: the summed dims, from the last one that
+            an axis splits. A block that reached beyond these dims would have other values than on one device.
     """
 
     line: Line
@@ -156,7 +156,7 @@ def gather_matrix(precision: str, x: Tensor, stored: Spec, used: Spec, inputs: s
 
 
 def form_of(W: Spec, inputs: str, back: bool) -> tuple[Spec, tuple[int, ...]]:
-    """Return a matrix's type in a pass, as `matrix_of` does; the arguments are those of `gather_matrix`."""
+    """Return a matrix's type in a pass, as `matrix_of` does. The arguments are as in `gather_matrix`."""
     dims = [dim for dim in W.dim_names if dim != "E"]  # each expert has a matrix
     groups = [[dim for dim in dims if (dim in inputs) is which] for which in (True, False)]
     return matrix_of(W, [["E"], *groups], groups[back])

@@ -1,7 +1,7 @@
 """Steps of fixed shapes over a cache: one packed upload, no value read on the host; and a model with its pages.
 
 A step of the engine or of `generate` gives each row some tokens, which follow the tokens in its cache. Ids, counts,
-starts and pages go to the device as one array of whole numbers. From it `step.logits_of` computes there where keys and
+starts and pages go to the device as one array of whole numbers, from which `step.logits_of` computes where keys and
 values belong. If steps are compiled by torch.compile or captured as CUDA graphs (`capture`), their shapes are few:
 rows, tokens and pages are rounded up to powers of two, and attention reads a bucket of places under a mask. Each shape
 is compiled or captured when it is first needed. A prompt, with more than FEW tokens a row, keeps its exact shape,
@@ -271,7 +271,7 @@ class PagedModel:
                 slots = init_cache(config, self.groups * (options.slots + 1), 1, mesh=mesh, dtype=dtype, form=form)
                 cache |= {name: slots[name] for name in ("S", "tail")}
             self.pools[worker] = Steps(params, config, cache, mesh, form, window_cache=window_cache, **steps)
-            params = self.pools[worker].params  # both workers' steps share what is laid out anew
+            params = self.pools[worker].params  # both workers' steps share the params that were laid out anew
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False, ids: Tensor | None = None) -> Tensor:
         """Write the works' tokens to the cache; return Logits[B, V] after each work's last token, B works.

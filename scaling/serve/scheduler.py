@@ -285,17 +285,9 @@ def _work(state: State, id: int, count: int) -> Work:
     tokens, end = live.tokens, live.computed + count
     before, new = tokens[: live.computed] if wanted else (), tokens[live.computed : end]
     return Work(
-        live.request,
-        live.computed,
-        new,
-        live.pages,
-        end == len(tokens),
-        wanted,
-        before,
-        live.group,
-        live.slot,
-        live.window_pages,
-    )
+        live.request, live.computed, new, live.pages, end == len(tokens), wanted, before,
+        live.group, live.slot, live.window_pages,
+    )  # fmt: skip
 
 
 def _has_pages(state: State, id: int, count: int) -> bool:

@@ -111,7 +111,7 @@ SchedulerEvent = Arrive | Cancel | Done | Moved
 class Work(NamedTuple):
     """Compute a request's `tokens`, which begin at position `start`, into `pages`; with `sample`, give the next token.
 
-    `proposals`: let a draft propose this number of tokens after them, and give the accepted ones and the token that
+    `proposals`: let a draft propose this number of tokens after them, and return the accepted ones and the token that
     follows. A draft may need the whole text; then `before` has the tokens before `start`. `group`: the group that the
     pages belong to. `slot`: the request's slot on the worker, where the states of linear layers are. `window_pages`:
     the pages of layers with a window, if these have their own, with -1 for each page that has been given back.

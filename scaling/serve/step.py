@@ -137,7 +137,7 @@ def logits_of(
     last: bool = True,
     places: dict | None = None,
 ) -> Tensor:
-    """Return the logits of tokens[B, T], of which lengths[b] are real, and write their keys and values to the cache.
+    """Return the logits of tokens[B, T], and write the keys and values of row b's lengths[b] real tokens to the cache.
 
     Nothing is checked. The host reads values only for experts, and none if the extent is `fixed`: such a call can be
     compiled or captured.

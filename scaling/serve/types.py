@@ -261,7 +261,7 @@ def _quantizer(dims: list[str], text: str, f: Format, mesh) -> Callable[[Tensor]
 
 
 def plain_leaf(params: dict) -> Tensor:
-    """Return a param without scales, whose dtype and device are those of the computation."""
+    """Return a param without scales, which has the dtype and the device of the computation."""
     return params["norm"] if "norm" in params else params["embed"]
 
 

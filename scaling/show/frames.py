@@ -114,7 +114,7 @@ class Drawing:
         return cells
 
     def _permuted(self, cells: list[Cells], axes: Sequence[str], sources: Mapping[int, int]) -> list[Cells]:
-        """Return the cells after each device received those of the device at its `sources` block along the axes."""
+        """Return the cells after each device received the cells of the device at its `sources` block along the axes."""
         received = list[Cells]()
         for coord in self.coords:
             block = 0

@@ -120,7 +120,7 @@ def check_kept(state, specs, values: Mapping[str, Any]) -> None:
 
 
 def _on_cpu(block: Tensor, copy: bool) -> Tensor:
-    """Return a block on the CPU in a storage of its own size; with `copy`, never in the block's own storage."""
+    """Return a block on the CPU in a storage of the block's size; with `copy`, never in the block's storage."""
     found = block.detach().to("cpu").contiguous()
     alike = found.untyped_storage().nbytes() == found.nbytes
     return found if alike and not (copy and found.data_ptr() == block.data_ptr()) else found.clone()

@@ -117,7 +117,7 @@ def rows_of_rank(settings: Settings, sizes: Mapping[str, int]) -> int:
 def traced_windows(settings: Settings, sizes: Mapping[str, int], T: int, coord: Mapping[str, int] | None) -> tuple:
     """Return the windows to trace by layer, and ((window, scores per head that the rank's tokens see), ...)."""
     C, windows = sizes.get("C", 1), settings.model.windows
-    if settings.model.chunked:  # attention has no mask of its own for chunks: they are its documents
+    if settings.model.chunked:  # attention masks a chunk as a document, and has no further mask for it
         pairs = ((0, pairs_of_rank(T, C, coord, None)),) if C > 1 else ()
         return tuple(window and (1 if window < settings.seq else T) for window in windows), pairs
     if C == 1:

@@ -21,16 +21,23 @@ if TYPE_CHECKING:
     from scaling.plan.serve.candidates import Service, ServingPlan
 
 TABLE = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
-ERRORS = TABLE["errors"]  # (the median error, what it is of), by kind of chip and by engine
-MEASURED = TABLE["on"]  # the chips that they are of
+ERRORS = TABLE["errors"]  # (the median error, the rows), by kind of chip and by engine
+MEASURED = TABLE["on"]  # the chips of these rows
 
 
 @dataclass(frozen=True)
 class TokenWork:
-    """The work of a token: seconds at the peaks of each kind, and the number of what starts one at a time.
+    """The work of a token on one plan, or on many: each field is a number or an array.
 
-    `layers` and `experts` are the layers, and those of experts; `hops` are the doublings of the ranks of all
-    collectives; `prompts` the seconds of other requests' prompts. Each may be an array, of many rows.
+    Attributes:
+        weights: Seconds of reading weights at the peak.
+        flops: Seconds of computing at the peak.
+        caches: Seconds of reading caches at the peak.
+        sent: Seconds of sending at the peak.
+        layers: The number of layers, whose kernels start one at a time.
+        experts: The number of layers with experts.
+        hops: The doublings of ranks, summed over all collectives.
+        prompts: Seconds of other requests' prompts.
     """
 
     weights: Amount
@@ -76,11 +83,18 @@ class Rates:
 
 @dataclass(frozen=True)
 class FirstWork:
-    """The work before a first token; each may be an array, of many rows.
+    """The work before a first token on one plan, or on many: each field is a number or an array.
 
-    `peak`: seconds of the prompt's FLOPs at the peak; `sent`: seconds of sending its activations; `layers`: the layers
-    whose kernels start; `latent`, `experts`: whether the model has them; `fp4`: whether the chips have FP4; `batch`:
-    the requests at once; `apart`: whether replicas of attention have different ones; `token`: seconds of a token.
+    Attributes:
+        peak: Seconds of the prompt's FLOPs at the peak.
+        sent: Seconds of sending its activations.
+        layers: The number of layers whose kernels start.
+        latent: Whether the model has latent attention.
+        experts: Whether the model has experts.
+        fp4: Whether the chips have FP4.
+        batch: The number of requests at once.
+        dp_attention: Whether attention is data parallel, so that its replicas have different requests.
+        token: Seconds of a token.
     """
 
     peak: Amount
@@ -90,25 +104,25 @@ class FirstWork:
     experts: Amount
     fp4: Amount
     batch: Amount
-    apart: Amount
+    dp_attention: Amount
     token: Amount
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """What passes in a serving engine before a request's first token.
+    """The delays of a serving engine before a request's first token.
 
     Attributes:
         layer: Seconds for starting the kernels of a prompt's layer, which no graph has captured.
-        dense: A dense model's prompt as a multiple of its FLOPs' time at the peak.
-        experts: The same multiple for experts.
+        dense: The time of a dense model's prompt as a multiple of its FLOPs' time at the peak.
+        experts: The multiple for models with experts.
         fp4: A further multiple on chips with FP4, whose kernels are younger and farther from their peaks.
         queue: The prompts that run before a request's own, as a share of the other requests; 0.5 if all come at once.
-        steps: The steps of decoding that pass before the first text is sent.
-        bunch: Seconds that grow with the root of the requests, as do the bunches in which random ones come.
-        fp4_bunch: A multiple of `bunch` in the servers of chips with FP4.
-        latent: A multiple of `layer` for latent attention.
-        apart: A multiple of `queue` if replicas of attention wait for each other.
+        steps: The decode steps that run before the first text is sent.
+        burst: Seconds for each square root of the number of requests, as bursts of random arrivals grow with it.
+        fp4_burst: A further multiple of `burst` on chips with FP4.
+        latent: A further multiple of `layer` for latent attention.
+        dp_attention: A further multiple of `queue` for data parallel attention, whose replicas wait for each other.
     """
 
     layer: float
@@ -117,10 +131,10 @@ class EngineRates:
     fp4: float
     queue: float
     steps: float
-    bunch: float
-    fp4_bunch: float
+    burst: float
+    fp4_burst: float
     latent: float = 1.0
-    apart: float = 1.0
+    dp_attention: float = 1.0
 
     def prompt(self, work: FirstWork) -> Amount:
         """Return the seconds in which chips compute and send a prompt."""
@@ -133,9 +147,9 @@ class EngineRates:
 
     def first(self, work: FirstWork) -> Amount:
         """Return the seconds to the first token, where prompts run between the steps."""
-        before = self.queue * np.where(work.apart, self.apart, 1.0) * (work.batch - 1)
-        bunch = self.bunch * np.where(work.fp4, self.fp4_bunch, 1.0) * work.batch**0.5
-        return self.starts(work) + (1 + before) * self.prompt(work) + self.steps * work.token + bunch
+        before = self.queue * np.where(work.dp_attention, self.dp_attention, 1.0) * (work.batch - 1)
+        burst = self.burst * np.where(work.fp4, self.fp4_burst, 1.0) * work.batch**0.5
+        return self.starts(work) + (1 + before) * self.prompt(work) + self.steps * work.token + burst
 
 
 GPU, TPU = (Rates(**TABLE[kind]) for kind in ("gpu", "tpu"))
@@ -158,7 +172,7 @@ class PromptRun:
         return math.prod(self.shape)
 
     def work(self, ranks: int, batch: int = 1, token: float = 0.0) -> FirstWork:
-        """Return the work of a prompt on GPUs, `ranks` of which share attention."""
+        """Return the work of a prompt on GPUs where `ranks` chips share a sequence's attention."""
         s, c, chip = self.service, self.service.config, self.chip
         sent = 2 * c.L * 2 * s.prompt * c.D / chip.bandwidth("node") if ranks > 1 else 0.0  # switches add partial sums
         return FirstWork(

@@ -2,7 +2,7 @@
 
 The file is systems/silicon_sample.csv of github.com/ai-dynamo/aiconfigurator (Apache-2.0, 2026), or a part of it. Each
 forecast is judged by rows that it is not fitted to: the groups of model, chip, count and dtype are divided into halves,
-and the rates that fit one half forecast the other. What is printed last is rates.toml, fitted to all rows.
+and the rates that fit one half forecast the other. The last lines printed are rates.toml, fitted to all rows.
 
 Left out are other models than MODELS, repeated rows, rows whose caches do not fit, and prompts that ran on other chips.
 """
@@ -31,9 +31,8 @@ MODELS = {
     "MiniMax-M2.5": "minimax-m2.5", "Qwen3-235B-A22B": "qwen3-235b", "Qwen3-32B": "qwen3-32b",
     "Qwen3.5-397B-A17B": "qwen3.5-397b", "gpt-oss-120b": "gpt-oss-120b",
 }  # fmt: skip
-START = EngineRates(
-    1e-3, 1.5, 3.0, 1.5, 0.08, 3.0, 0.01, 1.5, 2.0, 2.0
-)  # where the search for an engine's rates begins
+# The search for an engine's rates begins with these.
+START = EngineRates(1e-3, 1.5, 3.0, 1.5, 0.08, 3.0, 0.01, 1.5, 2.0, 2.0)
 LATE = 19  # TensorRT-LLM's servers of Llama-3.1-70B send 20 tokens at a time if 1,024 are generated
 ROUNDS, WIDEST, LEAST = 40, 0.7, 2e-3  # of the search for rates: its rounds, and its steps in log(rate)
 MANY, FAR = 10, 0.6  # groups of as many rows, and the error beyond which they are counted
@@ -54,21 +53,21 @@ class MeasuredRow:
 
     @property
     def key(self) -> tuple:
-        """What rows of one half share: model, chip, count and dtype."""
+        """The model, chip, count and dtype, which decide the half that a row is in."""
         p = self.plan
         return p.service.config.name, p.chip.name, p.chips, p.service.weights
 
     @property
     def group(self) -> tuple:
-        """What rows of one group share: the engine and the layout as well."""
+        """The key, the engine and the layout, in which rows of one group agree."""
         return *self.key, self.plan.service.engine, self.plan.sizes, self.experts
 
 
 def measured_rows(path: Path) -> Iterator[MeasuredRow]:
     """Yield the rows of a file.
 
-    Some rows list tensor and expert parallelism of the same chips as their product. The requests are those of each
-    replica of attention.
+    Some rows use the same chips for tensor and for expert parallelism, and list the product of both sizes as TP. A
+    row's batch counts the requests of one replica of attention.
     """
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     seen, table = set(), csv.DictReader(lines)
@@ -91,11 +90,11 @@ def measured_rows(path: Path) -> Iterator[MeasuredRow]:
         batch = n["batch_size"] * replicas
         batch = max(1, round(batch / chips)) * chips if replicas > 1 else batch
         plan = ServingPlan(service, on, (chips,), "heads", sizes, batch)
-        apart = row["backend"] == "trtllm" and row["system"] == "gb200"
+        elsewhere = row["backend"] == "trtllm" and row["system"] == "gb200"  # prompts ran on other chips
         times = float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3
         late = (row["backend"], name, n["osl"]) == ("trtllm", "Llama-3.1-70B", 1024) and (on.name, chips) != ("h200", 8)
         found = MeasuredRow(plan, min(n["moe_ep_size"], chips), *times, LATE * late)
-        if plan.fits and not apart and found not in seen:
+        if plan.fits and not elsewhere and found not in seen:
             seen.add(found)
             yield found
 

@@ -151,7 +151,7 @@ def route_tokens(
 ) -> Routing:
     """Decide which experts the tokens of x go to. The arguments are as in `moe`, and all ranks call it together.
 
-    If `fixed`, every expert computes every token, and the results of those that a token has not chosen are left out.
+    If `fixed`, every expert computes every token, and the results of experts that a token has not chosen are left out.
     The numbers of rows then depend on shapes alone, so the host reads none. All ranks must have equally many tokens.
     On an AbstractMesh every expert gets equally many rows, or is full if there is a capacity.
     """

@@ -8,7 +8,7 @@ walk of a debugger through these files; to read them, start at `api.loss_and_gra
     step     the call resolved for one mesh, and checked once: a `TrainStep`; types has the leaves' types
     layers   the layers run, forward and back: how weights come and gradients go
     ends     embedding and loss, the vocabulary over Y
-    layer    one layer's typed lines, forward and backward; models.latent and models.linear have those of some models
+    layer    one layer's typed lines, forward and backward; some models have theirs in models.latent, models.linear
     stages   the layers over Z, under any schedule
     lora     adapters beside frozen weights
 """

@@ -26,7 +26,7 @@ from scaling.spec import Spec, parse, parse_line
 
 
 def adapted(gather: Callable, structure: Any, lora: Lora, leaves: Mapping[str, Leaf], types: Mapping) -> Callable:
-    """Return `gather(leaves, mesh)` for layers with adapters, of which `leaves` has the rows of the table.
+    """Return `gather(leaves, mesh)` for layers with adapters; `leaves` has the layers' rows of the table.
 
     It adds the adapters to the stored shards before these are gathered. It also returns the adapters, times s, for
     their gradients.
@@ -112,7 +112,7 @@ def _lines(line: str, inputs: int) -> tuple[bool, str, str, str, str]:
 def _product(a: Spec, b: Spec, out: Spec) -> Spec:
     """Return the type of a product with the dims of `out`.
 
-    It is unreduced over the axes that its operands are unreduced over, and over those that split a summed dim.
+    It is unreduced over each axis that an operand is unreduced over, and over each axis that splits a summed dim.
     """
     summed = [axis for dim, axes in a.dims if dim not in out.dim_names for axis in axes]
     return out.with_unreduced(dict.fromkeys([*a.unreduced, *b.unreduced, *summed]))

@@ -44,10 +44,10 @@ def stage_of(
 ) -> tuple[Stage, list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Return the stage for `scaling.strategies.pipeline`, and three collections that its run fills.
 
-    They are the layers' extra terms, the gradients of the `dense` layers on the stage that runs them, and the gradients
-    of the embedding on the first stage. The vjp of a layer returns dx and dW together, so the weight half of a backward
-    has nothing left to do. The first stage embeds each microbatch when its forward begins, so it never holds x or dx of
-    the whole batch.
+    These get the layers' extra terms, the gradients of the `dense` layers on the stage that runs them, and the
+    embedding's gradients on the first stage. The vjp of a layer returns dx and dW together, so the weight half of a
+    backward has nothing left to do. The first stage embeds each microbatch when its forward begins, so it never holds x
+    or dx of the whole batch.
     """
     config, contexts, ranges = step.config, batch.contexts, layers_of(step.config, step.schedule)
     extras, of_dense, embedding, M = [], [], {}, len(batch.contexts)

@@ -229,7 +229,9 @@ def check_precision(
     if backward and (name := RECIPES[options.precision].gradients):
         (B, T), C, Y = tokens, mesh.sizes.get("C", 1), mesh.sizes.get("Y", 1)
         rows = {"T": T} if C > 1 else {"B T": B // options.microbatches * T}
-        rows |= {"T/2": T // 2} if C > 1 and options.context == "zigzag" else {}  # a rank's two parts are apart
+        rows |= (
+            {"T/2": T // 2} if C > 1 and options.context == "zigzag" else {}
+        )  # zig-zag gives a rank two parts that are no neighbours
         rows |= {"T_Y": T // Y} if Y > 1 and config.latent and config.latent.q_rank else {}  # of W_DQ
         for dims, size in rows.items():
             check_block("x[B_PXE, T_C, D] -> x[B_PXE, T_C, D] {Q_B,T}", dims, size, format_of(name))
