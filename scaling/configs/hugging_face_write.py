@@ -138,7 +138,8 @@ def _table(config: Config, kind: str) -> dict:
     if (widths or by_pattern) and "layer_types" in keys and kind != "mistral":
         table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
     if "attention_chunk_size" in keys:
-        table |= {"attention_chunk_size": next(iter(widths), None), "moe_layers": [*range(dense, config.L)]}
+        chunk = next(iter(widths), keys["attention_chunk_size"])  # the class needs one even where no layer has chunks
+        table |= {"attention_chunk_size": chunk, "moe_layers": [*range(dense, config.L)]}
         table["layer_types"] = ["full_attention" if w is None else "chunked_attention" for w in config.windows]
         table |= {"attn_temperature_tuning": bool(config.query_growth), "attn_scale": config.query_growth}
         table |= {"floor_scale": config.growth_every, "intermediate_size_mlp": config.F_dense or config.F}

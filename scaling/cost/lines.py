@@ -145,7 +145,7 @@ class StepProgram:
         work: dict[str, Any] = {name: _at(getattr(self.step, name), at) for name in WORK}
         params, state = at.value(self.step.params), at.value(self.step.state)
         alive = Monomials({**sizes, **held}) if held else at
-        peaks = {line: live.most(alive) - params for line, live in self.live.items()}
+        peaks = {line: live.most(alive) - params - state for line, live in self.live.items()}
         return replace(self.step, **work, lines=lines, params=params, state=state, peaks=peaks)
 
 

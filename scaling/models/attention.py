@@ -95,11 +95,11 @@ def sdpa(
 
 
 def fused(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, cap=None, sinks=None) -> Tensor:
-    """Attend as `sdpa`, but on the meta device by a kernel that never stores all scores.
+    """Attend as `sdpa`, but on the meta device by a kernel that never stores all scores, where `sdpa` has one.
 
     On that device torch would choose the form that stores them, and a count of memory would include them.
     """
-    if not Q.is_meta:
+    if not Q.is_meta or cap is not None or sinks is not None:
         return sdpa(Q, K, V, window=window, segments=segments, cap=cap, sinks=sinks)
     mask = None if window is None and segments is None else _mask(Q, K, window, segments).to(Q.dtype)
     heads = (x.transpose(1, 2) for x in (Q, K, V))

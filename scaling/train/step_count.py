@@ -36,7 +36,7 @@ def count(
     """
     memory = PeakMemory()
     step = run(settings, AbstractMesh(sizes, coord, backend), documents, NUMBERS, memory)
-    return replace(step, peaks={line: peak - step.params for line, peak in memory.peaks_by_line().items()})
+    return replace(step, peaks={line: peak - step.params - step.state for line, peak in memory.peaks_by_line().items()})
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
         memory.ended()
 
     with peak_memory(saw, memory):
-        tree.map(torch.Tensor.detach, params)  # so that the params are counted from the beginning
+        tree.map(torch.Tensor.detach, (params, state))  # so that they are counted from the beginning
         step = gradients(settings, mesh, frozen, limits)
         _, grads, _ = step(trained, batch if documents else [*batch[:2], None])
         shards = updated.shards(trained)

@@ -256,8 +256,8 @@ EXPORTS = [
     ("gpt2", {}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
 ]
-EXPORTS += [(kind, {"layer_types": ["full_attention"] * written(kind)["num_hidden_layers"]})
-            for kind in ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2", "exaone4", "qwen3_next")]  # fmt: skip
+BY_LAYER = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2", "exaone4", "llama4_text", "qwen3_next")
+EXPORTS += [(kind, {"layer_types": ["full_attention"] * written(kind)["num_hidden_layers"]}) for kind in BY_LAYER]
 
 
 @pytest.mark.parametrize(("kind", "edits"), EXPORTS, ids=str)

@@ -148,7 +148,7 @@ def test_what_is_no_graph_is_refused_by_name():
     (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
     (MODEL.with_(L=5, F=256), {"Z": 2}, {"dtype": "fp64", "microbatches": 2, "pipeline": "interleaved:2"}),
     (MODEL.with_(L=4, F=256), {"Z": 2, "X": 2}, {"dtype": "fp64", "microbatches": 4, "pipeline": "interleaved:2"}),
-    (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
+    (MODEL.with_(K=1, L=6, sinks=True, score_cap=2.0), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon"}),
     (MODEL.with_(tied=True), {"X": 2, "Y": 2}, {"dtype": "fp64", "zero": 1, "optimizer": "muon", "microbatches": 2}),
     (EXPERTS.with_(L=3, dense_layers=1, F_dense=64), {"Z": 2, "X": 2}, {"dtype": "fp64", "zero": 2, "remat": "block"}),
 ], ids=lambda x: "" if hasattr(x, "L") else str(x))  # fmt: skip

@@ -18,6 +18,7 @@ DENSE, EXPERTS = get("llama3-8b"), get("mixtral-8x7b")
 KINDS = {
     "dense": DENSE, "a head for each query": DENSE.with_(K=16, N=16), "tied": DENSE.with_(tied=True),
     "a window": DENSE.with_(window=512), "windows": DENSE.with_(window=(512, None) * 16),
+    "caps": DENSE.with_(score_cap=50.0, logit_cap=30.0),
     "few heads": DENSE.with_(K=2, N=16), "one head a rank": DENSE.with_(K=4, N=16), "experts": EXPERTS.with_(E=8, k=2),
     "many experts": EXPERTS.with_(E=64, k=4), "a shared expert": EXPERTS.with_(E=16, k=2, shared=1, F_shared=1024),
     "a dense layer first": EXPERTS.with_(E=8, k=2, dense_layers=1, F_dense=2048),
