@@ -44,7 +44,7 @@ def error_line(job: Job, chip: Chip) -> str:
     name = class_of(job, chip)
     if chip.efficiency_of:
         like = chip.efficiency_of
-        return f"nothing says what share of its peaks {chip.name} reaches, so the {like}'s is assumed; no run tells"
+        return f"no run says what share of its peaks {chip.name} reaches, so the {like}'s share is assumed"
     if (error := usual_error(job, chip)) is None:
         return f"no published run of this class is known ({name}): take it as a guess"
     count = runs_table()["errors"][name][1]

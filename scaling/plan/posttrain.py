@@ -249,7 +249,7 @@ def report(found: list[Division], asked: PosttrainJob, hardware: Chip, chips: in
     lines += [
         "", table(rows, heads, 100), "",
         error_line(asked.job, hardware),
-        f"A token's time: {off_by(hardware)}.",
+        f"A token's time is forecast, and {off_by(hardware)}.",
     ]  # fmt: skip
     return folded(lines)
 

@@ -47,9 +47,9 @@ def predict_transformer(
     """
     Z, ranks, M = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.microbatches
     chunks = chunks_on(settings, sizes)
-    few, unit = (min(M, 2), 1) if chunks == 1 else (2 * Z, Z)  # microbatches, from which on a step is linear in them
+    few, unit = (min(M, 2), 1) if chunks == 1 else (2 * Z, Z)  # from `few` microbatches on, a step is linear in them
 
-    def did(z: int, microbatches: int) -> CountedStep:
+    def count_stage(z: int, microbatches: int) -> CountedStep:
         rows = settings.batch // M  # as many in each microbatch
         some = replace(settings, batch=rows * microbatches, microbatches=microbatches)
         return step_by_symbols(some, sizes, dry.busiest(sizes, z), "abstract", documents=False, memory=False)
@@ -61,16 +61,16 @@ def predict_transformer(
         return stage.total if chip.measured else stage.overlapped
 
     if Z == 1:
-        return StepForecast((whole := priced(did(0, M)),), seconds(whole))
+        return StepForecast((whole := priced(count_stage(0, M)),), seconds(whole))
     one, all_ = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
     faster = max(1.0, min(Z, one.bandwidth / all_.bandwidth)) if one and all_ else 1.0
-    kinds: dict[tuple, tuple] = {}  # of stages: the first, the last, and those between by their number of layers
+    kinds: dict[tuple, tuple] = {}  # of stages: whether first, whether last, and the number of empty slots
     stages, slots = [], slots_of(settings.model, AbstractMesh(sizes), settings.schedule_on(sizes))
     for z in range(Z):
         own = slots[z * len(slots) // Z : (z + 1) * len(slots) // Z]
         kind = z == 0, z == Z - 1, own.count(-1)
         if kind not in kinds:
-            less, more = did(z, few), did(z, few + unit)
+            less, more = count_stage(z, few), count_stage(z, few + unit)
             first, rest = Fraction(few, unit), Fraction(M - few, unit)
             whole = weighted_sum([(1 - rest, less), (rest, more)])
             each = weighted_sum([(first + rest, more), (-first - rest, less)])  # a step's work per microbatch

@@ -133,8 +133,11 @@ class Spec:
 
     def without(self, axes: Collection[str]) -> "Spec":
         """Return the type without these axes."""
-        left = lambda named: tuple(axis for axis in named if axis not in axes)  # noqa: E731
-        return replace(self, dims=tuple((dim, left(of)) for dim, of in self.dims), unreduced=left(self.unreduced))
+
+        def rest(named: Iterable[str]) -> tuple[str, ...]:
+            return tuple(axis for axis in named if axis not in axes)
+
+        return replace(self, dims=tuple((dim, rest(of)) for dim, of in self.dims), unreduced=rest(self.unreduced))
 
     def replicated(self, mesh) -> tuple[str, ...]:
         """Return the mesh axes that this type does not mention, along which every device holds the same values."""

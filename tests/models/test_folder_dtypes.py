@@ -72,7 +72,7 @@ def test_read_as_values_times_scales(kind, tmp_path):
         assert torch.equal(found[name], meant[name]), name
 
 
-def test_a_shard_is_read_as_that_of_the_whole(tmp_path):
+def test_a_shard_is_read_as_the_slice_of_the_whole(tmp_path):
     folder(tmp_path, "deepseek")
     config, whole = hf.load(tmp_path)
     mesh = AbstractMesh({"X": 2, "Y": 2})

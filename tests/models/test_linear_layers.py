@@ -207,7 +207,7 @@ def test_states_are_moved_with_the_cache(mesh):
         torch.testing.assert_close(logits, wanted.repeat(2, 1), rtol=0, atol=1e-12)
 
 
-def test_how_states_are_not_served_is_refused():
+def test_states_are_refused_where_they_are_not_served():
     config, params = model("qwen3 next dense")
     for options, said in ({"form": "sequence"}, "by heads alone"), ({"draft": "ngram"}, "no rejected"):
         with pytest.raises(ValueError, match=f"{said}.*\n  fix: "):

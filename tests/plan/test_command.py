@@ -76,7 +76,7 @@ SAID = [  # arguments, exit status, what is said among other things
     (POD.replace("v5p", "gb200").replace("8960", "64") + " --mesh tensor=2,pipe=4", 0, ["PP 4 x DP 8 x TP 2"]),
     (POD.replace("v5p", "7x").replace("8960", "256"), 0, ["ring of 4 x ring of 8 x ring of 8"]),
     (SOME.replace("h100", "rtx4090"), 2, ["nothing is known of its network beyond the node"]),
-    (NODE.replace("h100", "mi355x") + " --tokens 10G", 0, ["on 10e9 tokens", "mi355x reaches, so the a100's is"]),
+    (NODE.replace("h100", "mi355x") + " --tokens 10G", 0, ["on 10e9 tokens", "mi355x reaches, so the a100's share is"]),
     ("serv --model llama3-8b", 2, ["there is no command 'serv'", "guide, posttrain, published, serve"]),
     ("guide --model llama3-8b", 2, ["--gpu rtx4090, or its memory"]),
     ("guide --model llama3-70b --memory 24GiB", 1, ["Nothing fits", "too large for the 23.2 GB"]),

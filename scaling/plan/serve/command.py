@@ -137,11 +137,11 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
         )
     room = asked.headroom * hardware.need("hbm_bytes")
     need = asked.load.weights + (fixed.get("batch") or 1) * asked.load.kv(asked.context)
+    no_slice = fixed["chips"] and not whole
+    slices = f"; {fixed['chips']} are no slice of {hardware.name}, but {counts} are" if no_slice else ""
     return (
         f"nothing fits: weights and caches are {need / 1e9:,.1f} GB, at least {-(-need // room):,.0f} chips of "
-        f"{room / 1e9:,.1f} GB"
-        + f"; {fixed['chips']} are no slice of {hardware.name}, but {counts} are" * bool(fixed["chips"] and not whole)
-        + "\n  fix: use more chips, smaller dtypes, a shorter context or a smaller batch"
+        f"{room / 1e9:,.1f} GB{slices}\n  fix: use more chips, smaller dtypes, a shorter context or a smaller batch"
     )
 
 

@@ -59,10 +59,10 @@ def notes(served: ServingPlan) -> list[str]:
 
 
 def off_by(chip: Chip, engine: str = "") -> str:
-    """Return the error of forecasts of a token's time, or of an engine's first one, as a sentence without its stop."""
+    """Return a sentence, without its full stop, on the error of forecasts of a token, or of an engine's first one."""
     error, rows = ERRORS[engine or ("gpu" if chip.kind == "gpu" else "tpu")]
-    unlike = "" if chip.name.partition(":")[0] in MEASURED else f", none of them on {chip.name},"
-    return f"{rows}{unlike} are off such forecasts by {error:.0%} in the median"
+    unlike = "" if chip.name.partition(":")[0] in MEASURED else f", none of them on {chip.name}"
+    return f"such forecasts are off by {error:.0%} in the median of {rows}{unlike}"
 
 
 def _ms(seconds: float) -> str:

@@ -54,8 +54,8 @@ def linear_attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     S, tail, new, rows = at.slots.cache["S"][l], at.slots.cache["tail"][l], at.slots.new, at.slots.states
     y, _ = normed(W, "norm_attn", x, at.config, rms)
     real = torch.arange(x.shape[1], device=x.device) < new[:, None]
-    begun = (~((at.slots.begun == 0) & (new > 0)))[:, None, None, None]
-    values = {"y": y, "S": S[rows] * begun, "tail": tail[rows].to(x.dtype) * begun, "real": real[..., None]}
+    kept = ((at.slots.begun > 0) | (new == 0))[:, None, None, None]
+    values = {"y": y, "S": S[rows] * kept, "tail": tail[rows].to(x.dtype) * kept, "real": real[..., None]}
     values = attend_linear(W, values, at)
     whole = torch.cat([values["tail"], split_gate(values["QKVZ"], at.config)[0]], 1)
     last = new[:, None] + torch.arange(tail.shape[1], device=x.device)  # the last real tokens' indices in `whole`

@@ -177,7 +177,8 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         fix = "give seed=, another in each step" if not seeded else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
     if options.precision:
-        check_precision(options, config, stored, mesh, tokens.shape, backward)
+        check_precision(options, config, mesh)
+        check_blocks(options, config, stored, mesh, tokens.shape, backward)
     schedule = None
     if "Z" in mesh.sizes and backward:
         schedule = types.schedule_of(options.schedule, mesh, options.microbatches)
@@ -201,24 +202,29 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     )  # fmt: skip
 
 
-def check_precision(
+def check_precision(options: StepOptions, config: Config, mesh) -> None:
+    """Raise a ValueError if an option or the mesh rules out products that are scaled by the recipe."""
+    one_of("precision", options.precision, RECIPES)
+    K, one = config.K, "leave one out"
+    reasons = [
+        (options.lora, "adapters", "the sum W + s A B would be quantized, which rounds small changes of A B away", one),
+        (options.keep_weights, "keep_weights", "a weight that is kept needs the forms of both passes", one),
+        (K % mesh.sizes.get("Y", 1), f"K = {K} heads of keys", "heads that are replicated over Y are not quantized",
+         f"give Y a size that divides {K}, or leave precision out"),
+    ]  # fmt: skip
+    for wrong, name, rule, fix in reasons:
+        if wrong:
+            what = f"{config.name}: precision={options.precision!r} on {mesh}, with {name}"
+            raise ValueError(f"{what}\n  rule: {rule}\n  fix: {fix}")
+
+
+def check_blocks(
     options: StepOptions, config: Config, stored: dict, mesh, tokens: Sequence[int], backward: bool
 ) -> None:
-    """Raise a ValueError where products cannot be scaled by the recipe, or a ShardingError where a block is cut.
+    """Raise a ShardingError if the mesh cuts a block of values that share a scale, in a matrix or among tokens.
 
     `stored` has the params' types, and `tokens` is the shape of a rank's tokens [B_PXE, T_C].
     """
-    one_of("precision", options.precision, RECIPES)
-    what, K = f"{config.name}: precision={options.precision!r} on {mesh}", config.K
-    reasons = {
-        "adapters": (options.lora, "the sum W + s A B would be quantized, which rounds small changes of A B away"),
-        "keep_weights": (options.keep_weights, "a weight that is kept needs the forms of both passes"),
-        f"K = {K} heads of keys": (K % mesh.sizes.get("Y", 1), "heads that are replicated over Y are not quantized"),
-    }
-    for name, (wrong, rule) in reasons.items():
-        if wrong:
-            fix = f"give Y a size that divides {K}, or leave precision out" if name[0] == "K" else "leave one out"
-            raise ValueError(f"{what}, with {name}\n  rule: {rule}\n  fix: {fix}")
     sizes, inputs_of = types.padded_sizes(config, mesh), matrices_of(config)
     for stack in (name for name in STACKS if name in inputs_of):
         for text, dims in zip(tree.leaves(stored[stack]), tree.leaves(inputs_of[stack]), strict=True):
@@ -229,10 +235,10 @@ def check_precision(
     if backward and (name := RECIPES[options.precision].gradients):
         (B, T), C, Y = tokens, mesh.sizes.get("C", 1), mesh.sizes.get("Y", 1)
         rows = {"T": T} if C > 1 else {"B T": B // options.microbatches * T}
-        rows |= (
-            {"T/2": T // 2} if C > 1 and options.context == "zigzag" else {}
-        )  # zig-zag gives a rank two parts that are no neighbours
-        rows |= {"T_Y": T // Y} if Y > 1 and config.latent and config.latent.q_rank else {}  # of W_DQ
+        if C > 1 and options.context == "zigzag":  # a rank has two parts of a row, which are not adjacent
+            rows["T/2"] = T // 2
+        if Y > 1 and config.latent and config.latent.q_rank:  # the rows of W_DQ's product are split over Y
+            rows["T_Y"] = T // Y
         for dims, size in rows.items():
             check_block("x[B_PXE, T_C, D] -> x[B_PXE, T_C, D] {Q_B,T}", dims, size, format_of(name))
 
