@@ -105,6 +105,8 @@ def refusal(request: Request, options: Options) -> str | None:
         return f"max_new_tokens={request.max_new_tokens!r}, which must be a whole number of at least 1"
     if not isinstance(request.stop, frozenset) or not all(isinstance(t, Integral) for t in request.stop):
         return f"stop={request.stop!r:.40}, which must be a frozenset of whole numbers"
+    if not isinstance(request.stops, tuple) or not all(isinstance(text, str) for text in request.stops):
+        return f"stops={request.stops!r:.40}, which must be a tuple of texts"
     if (length := len(request.prompt) + request.max_new_tokens) > options.length:
         return f"{length} tokens with the completion, but only {options.length} fit"
     return None

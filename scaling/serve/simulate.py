@@ -114,13 +114,20 @@ def drive(
         execute: The function from a Run or Move to (seconds, the event of its end).
         cancel: Pairs (seconds, id) of requests to cancel.
         watch: A function that is called with every state and its actions.
+
+    Raises:
+        ValueError: A time that is not finite, or an id of two requests.
     """
     for t, *_ in [*(arrivals := list(arrivals)), *cancel]:
         _finite("a time", t)
+    times: dict[int, RequestTimes] = {}
+    for t, request in arrivals:
+        if request.id in times:
+            raise ValueError(f"request {request.id} has been given already\n  fix: give each request an id of its own")
+        times[request.id] = RequestTimes(t)
     number = itertools.count()
     queue: list[tuple[float, int, SchedulerEvent]] = [(t, next(number), Arrive(r)) for t, r in arrivals]
     queue += [(t, next(number), Cancel(id)) for t, id in cancel]
-    times = {event.request.id: RequestTimes(t) for t, _, event in queue if isinstance(event, Arrive)}
     heapq.heapify(queue)
 
     state, spans = scheduler.initial(options), []

@@ -57,11 +57,11 @@ class Options:
         whole(pages=self.pages, page=self.page, slots=self.slots, budget=self.budget, groups=self.groups)
         whole(0, proposals=self.proposals)
         flag(prefix=self.prefix)
-        if self.window is not None:
-            whole(window=self.window)
-            if self.policy != "chunked":
-                what = f"window={self.window}: the policy {self.policy!r} computes whole prompts, which no window holds"
-                raise ValueError(f"{what}\n  fix: choose the policy 'chunked', or window=None")
+        given = {"longest": self.longest, "window": self.window}
+        whole(**{name: value for name, value in given.items() if value is not None})
+        if self.window is not None and self.policy != "chunked":
+            what = f"window={self.window}: the policy {self.policy!r} computes whole prompts, which no window holds"
+            raise ValueError(f"{what}\n  fix: choose the policy 'chunked', or window=None")
 
     @property
     def window_pages(self) -> int:

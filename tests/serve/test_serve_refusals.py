@@ -14,7 +14,7 @@ from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer
 from scaling.models.text import Unknown  # noqa: F401, as the three below: calls in the tables name them
-from scaling.serve import engine, sampling, scheduler  # noqa: F401
+from scaling.serve import engine, sampling, scheduler, simulate  # noqa: F401
 from scaling.serve.requests import Draw, Request, Sampling  # noqa: F401
 from scaling.serve.states import Arrive, Cancel, Done, Finish, Moved, Options
 from scaling.serve.text import TextStream  # noqa: F401
@@ -161,7 +161,8 @@ OPTIONS = {  # of generate, of what is drawn from, of the engine
     "sampling.probabilities(LOGITS[:, :0], Sampling())": "got torch.float32 [2, 0]",
     "sampling.draw_token(torch.zeros(1, 4), torch.tensor([0.5]))": "without a sum above 0",
     "sampling.draw_token(LOGITS.softmax(-1), torch.tensor([0.5]))": "u[1] and p[2, 16]",
-    "Options(4, proposals=-1)": "proposals = -1",
+    "Options(4, proposals=-1)": "proposals = -1", "Options(4, longest=0)": "longest = 0",
+    "simulate.drive([(0.0, REQUEST), (9.0, REQUEST)], Options(4), None)": "request 0 has been given already",
     "Options(4, prefix='no')": "must be True or False", "Options(4, policy='best')": "unknown policy",
     "TextStream(Unknown('x'), ['a'])": "needs its tokenizer", "served(at=NAN)": "a time", "served(at='0')": "a time",
     "served(cancel=[(NAN, 0)])": "a time", "served(clock=lambda: NAN)": "seconds of a step",
@@ -186,6 +187,7 @@ UNREADABLE = {
     "an empty prompt": Request(0, (), 3), "8 fit": Request(0, (1,), 8), "at least 1": Request(0, (1,), 0),
     "must be a tuple": Request(0, [1, 2], 2), "prompt=(1.5,)": Request(0, (1.5,), 2),
     "stop=5": Request(0, (1,), 2, 5), "must be a frozenset": Request(0, (1,), 2, frozenset({"5"})),
+    "stops='ab'": Request(0, (1,), 2, stops="ab"),
 }  # fmt: skip
 
 
