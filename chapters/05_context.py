@@ -154,8 +154,8 @@ def ulysses(Q, KV, mesh, attend):
 
 
 # %% [markdown]
-# Both are compared with one device, which has all scores at once. Queries and values grow along the sequence, so
-# that a block in a wrong place changes the result.
+# Both are compared with one device, which has all scores at once. Queries and values grow along the sequence, so a
+# block in a wrong place changes the result.
 
 
 # %% tags=["hide-input"]

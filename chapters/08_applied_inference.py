@@ -144,7 +144,7 @@ for name, params, kv, chips, actual, left, count, rate, more in (
 page.answers(tables, agreeing=False)
 
 # %% [markdown]
-# Next, where FLOPs bind, and what a step takes.
+# The next table has the batch from which a step is bound by FLOPs, and the time of a step.
 
 # %%
 kinds = (("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"))  # of weights, of FLOPs

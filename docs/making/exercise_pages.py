@@ -59,8 +59,8 @@ def by_command(exercise: Exercise) -> str:
     """The file that is handed out, and the commands that write and judge it."""
     command = f"python -m scaling.exercise new {exercise.name}\npython -m scaling.exercise check {exercise.name}.py"
     return (
-        "The first command writes the file below. Fill in what is `...`. The second command judges it, on devices of "
-        f"the mesh {exercise.data['mesh']} that it starts on your machine.\n\n"
+        "The first command writes the file below. Replace each `...`. The second command starts the devices of the "
+        f"mesh {exercise.data['mesh']} on your machine, and judges the file on them.\n\n"
         f"```bash\n{command}\n```\n\n```python\n{exercise.blanks}```\n"
     )
 

@@ -159,7 +159,8 @@ class Kind(NamedTuple):
     traced: str = ""
 
 
-def _shared(op: Op, V: int) -> int:
+def _sent_evenly(op: Op, V: int) -> int:
+    """Return the bytes that a rank sends, for an op in which all ranks send equally many."""
     sent, of = sent_share(op.kind, op.size)
     return (V // op.size if KINDS[op.kind].grows else V) * sent // of
 
@@ -174,13 +175,13 @@ def _sent_rows(op: Op, V: int) -> int:
 
 
 KINDS = {
-    "AllGather": Kind("ReduceScatter", _shared, grows=True),
-    "ReduceScatter": Kind("AllGather", _shared, splits=True, adds=True),
-    "AllReduce": Kind("AllReduce", _shared, adds=True),
-    "AllToAll": Kind("AllToAll", _shared, grows=True, splits=True),
+    "AllGather": Kind("ReduceScatter", _sent_evenly, grows=True),
+    "ReduceScatter": Kind("AllGather", _sent_evenly, splits=True, adds=True),
+    "AllReduce": Kind("AllReduce", _sent_evenly, adds=True),
+    "AllToAll": Kind("AllToAll", _sent_evenly, grows=True, splits=True),
     "CollectivePermute": Kind("CollectivePermute", _permuted),
-    "Slice": Kind("Pad", _shared, splits=True),
-    "Pad": Kind("Slice", _shared, grows=True, traced="Slice"),
+    "Slice": Kind("Pad", _sent_evenly, splits=True),
+    "Pad": Kind("Slice", _sent_evenly, grows=True, traced="Slice"),
     "Broadcast": Kind("Reduce", lambda op, V: (op.size - 1) * V if op.at_root else 0, adds=True),
     "Reduce": Kind("Broadcast", lambda op, V: 0 if op.at_root else V, adds=True),
     "Scatter": Kind("Gather", lambda op, V: (op.size - 1) * V // op.size if op.at_root else 0, splits=True),

@@ -36,7 +36,7 @@ def psum(x: Any, axis_name: AxisNames) -> Any:
 
 def pmean(x: Any, axis_name: AxisNames) -> Any:
     """Average over the devices along the axes: a psum, divided by their number."""
-    bound, axes = here("pmean", axis_name)
+    bound, axes = bound_axes("pmean", axis_name)
     wide = each(lambda leaf: leaf.to(torch.int32) if leaf.dtype in NARROW else leaf, x)
     return each(lambda leaf: leaf / bound.mesh.size(axes), psum(wide, axis_name))
 
@@ -53,7 +53,7 @@ def pmin(x: Any, axis_name: AxisNames) -> Any:
 
 def _combined(kind: str, ready, x: Any, axis_name: AxisNames) -> Any:
     """Combine the values of all devices along the axes into one; `ready` prepares each leaf of x, or refuses it."""
-    bound, axes = here(kind, axis_name)
+    bound, axes = bound_axes(kind, axis_name)
     return each(lambda leaf: collected(ready(kind, leaf, axes, bound), bound, Call(kind, axes)), x) if axes else x
 
 
@@ -62,7 +62,7 @@ def psum_scatter(x: Any, axis_name: AxisNames, *, scatter_dimension: int = 0, ti
 
     Without `tiled` the dim has the size of the axes, and is dropped. Transposes to all_gather.
     """
-    bound, axes = here("psum_scatter", axis_name)
+    bound, axes = bound_axes("psum_scatter", axis_name)
 
     def of(leaf: Tensor) -> Tensor:
         dim = check_dim("psum_scatter", scatter_dimension, leaf.dim())
@@ -80,7 +80,7 @@ def all_gather(x: Any, axis_name: AxisNames, *, axis: int = 0, tiled: bool = Fal
     "varying" it is psum_scatter, for "invarying" each device's slice, and for "reduced" the psum_scatter of unreduced
     cotangents.
     """
-    bound, axes = here("all_gather", axis_name)
+    bound, axes = bound_axes("all_gather", axis_name)
     if to not in ("varying", "invarying", "reduced"):
         rule = "the result is typed varying, invarying or reduced"
         raise ShardingError(f"all_gather(to={to!r})\n  rule: {rule}\n  fix: give one of these")
@@ -107,7 +107,7 @@ def all_to_all(x: Any, axis_name: AxisNames, split_axis: int, concat_axis: int, 
     Without `tiled`, `split_axis` has the size of the axes and is dropped, and a new dim is inserted at `concat_axis`.
     varying -> varying. The transpose sends everything back.
     """
-    bound, axes = here("all_to_all", axis_name)
+    bound, axes = bound_axes("all_to_all", axis_name)
 
     def of(leaf: Tensor) -> Tensor:
         cut, put = check_dim("all_to_all", split_axis, leaf.dim()), check_dim("all_to_all", concat_axis, leaf.dim())
@@ -125,7 +125,7 @@ def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> A
 
     A device that receives nothing has zeros. As in JAX, the mesh's first axis is the major one, however they are named.
     """
-    bound, axes = here("ppermute", axis_name)
+    bound, axes = bound_axes("ppermute", axis_name)
     axes = tuple(axis for axis in bound.mesh.sizes if axis in axes)
     n, pairs = bound.mesh.size(axes), pairs_of("ppermute", perm)
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
@@ -140,13 +140,13 @@ def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> A
 
 def axis_index(axis_name: AxisNames) -> Tensor:
     """Return this device's index along the axes, the first axis the major one: int64[], varying over them."""
-    bound, axes = here("axis_index", axis_name)
+    bound, axes = bound_axes("axis_index", axis_name)
     return index_of([bound.places[list(bound.mesh.sizes).index(a)] for a in axes], [bound.mesh.sizes[a] for a in axes])
 
 
 def axis_size(axis_name: AxisNames) -> int:
     """Return the number of devices along the axes."""
-    bound, axes = here("axis_size", axis_name)
+    bound, axes = bound_axes("axis_size", axis_name)
     return math.prod(bound.mesh.sizes[axis] for axis in axes)
 
 
@@ -160,7 +160,7 @@ def pcast(x: Any, axis_name: AxisNames, *, to: str) -> Any:
 
     The first two transpose to psum (of an unreduced cotangent for the second), the last two to each other.
     """
-    bound, axes = here("pcast", axis_name)
+    bound, axes = bound_axes("pcast", axis_name)
 
     def of(leaf: Tensor) -> Tensor:
         found, kinds = marks(leaf), {kind_over(leaf, axis, bound) for axis in axes}
@@ -185,7 +185,7 @@ def kind_over(x: Tensor, axis: str, bound: Bound) -> str:
 
 def vma(x: Tensor) -> frozenset[str]:
     """Return the mesh axes over which x varies: JAX's `typeof(x).vma`."""
-    return varying(x, here("vma", ())[0]) - marks(x).axes
+    return varying(x, bound_axes("vma", ())[0]) - marks(x).axes
 
 
 def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_size: int, axis: int = 0) -> Tensor:
@@ -203,7 +203,7 @@ def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_siz
     return operand.index_select(axis, start + torch.arange(slice_size, device=operand.device))
 
 
-def here(name: str, axis_name: AxisNames) -> tuple[Bound, tuple[str, ...]]:
+def bound_axes(name: str, axis_name: AxisNames) -> tuple[Bound, tuple[str, ...]]:
     """Return the mesh bound for the running call, and the axes that the caller names."""
     bound = bound_here.get(None)
     if bound is None:

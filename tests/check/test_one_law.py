@@ -14,7 +14,7 @@ from scaling.algebra.ops import OP_KINDS
 from scaling.check.held import axes_along
 from scaling.check.watched import watching
 from scaling.shard_map import pcast, shard_map
-from scaling.shard_map.names import here
+from scaling.shard_map.names import bound_axes
 from scaling.shard_map.types import marks, varying
 from scaling.spec import ShardingError
 
@@ -55,7 +55,7 @@ def type_in_shard_map(fn, specs) -> str:
             kind = "unreduced" if spec.unreduced else "" if spec.axes else "reduced"
             given.append(pcast(x, "X", to=kind) if kind else x)
         y = fn(*given)
-        over = varying(y, here("the result", ())[0])
+        over = varying(y, bound_axes("the result", ())[0])
         found.append("sum" if marks(y).unreduced else "split" if over - marks(y).axes else "whole")
         return torch.zeros(())
 

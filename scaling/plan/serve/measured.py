@@ -33,7 +33,7 @@ MODELS = {
 }  # fmt: skip
 # The search for an engine's rates begins with these.
 START = EngineRates(1e-3, 1.5, 3.0, 1.5, 0.08, 3.0, 0.01, 1.5, 2.0, 2.0)
-LATE = 19  # TensorRT-LLM's servers of Llama-3.1-70B send 20 tokens at a time if 1,024 are generated
+SENT_LATER = 19  # TensorRT-LLM's servers of Llama-3.1-70B send 20 tokens at a time if 1,024 are generated
 ROUNDS, WIDEST, LEAST = 40, 0.7, 2e-3  # of the search for rates: its rounds, and its steps in log(rate)
 MANY, FAR = 10, 0.6  # groups of as many rows, and the error beyond which they are counted
 
@@ -42,7 +42,8 @@ MANY, FAR = 10, 0.6  # groups of as many rows, and the error beyond which they a
 class MeasuredRow:
     """A measured row: the plan, and the seconds to the first token and of each further one.
 
-    `experts`: the chips among which whole experts are divided; `late`: the further tokens sent with the first one.
+    `experts`: the chips among which whole experts are divided; `late`: how many further tokens are generated before
+    the first text is sent.
     """
 
     plan: ServingPlan
@@ -93,7 +94,7 @@ def measured_rows(path: Path) -> Iterator[MeasuredRow]:
         elsewhere = row["backend"] == "trtllm" and row["system"] == "gb200"  # prompts ran on other chips
         times = float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3
         late = (row["backend"], name, n["osl"]) == ("trtllm", "Llama-3.1-70B", 1024) and (on.name, chips) != ("h200", 8)
-        found = MeasuredRow(plan, min(n["moe_ep_size"], chips), *times, LATE * late)
+        found = MeasuredRow(plan, min(n["moe_ep_size"], chips), *times, SENT_LATER * late)
         if plan.fits and not elsewhere and found not in seen:
             seen.add(found)
             yield found
