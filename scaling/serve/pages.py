@@ -8,8 +8,6 @@ The trie's nodes are pages, and its edges the `size` tokens of a page: a node's 
 A request that holds a page holds all its ancestors, so pages that are not held can be evicted from the leaves up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from typing import Self
@@ -24,7 +22,7 @@ class Pool:
     page was last used. `windowed`: the pool of the layers with a window, if they keep only the pages within it.
     """
 
-    def __init__(self, total: int, size: int, prefix: bool = True, windowed: WindowPool | None = None):
+    def __init__(self, total: int, size: int, prefix: bool = True, windowed: "WindowPool | None" = None):
         self.total, self.size, self.prefix, self.windowed = total, size, prefix, windowed
         self.free = list(range(total - 1, -1, -1))  # the next one to take is the last
         self.refs: dict[int, int] = {}  # held page -> holders

@@ -112,7 +112,7 @@ HANDED_ON = {"tail": 1, "S": 3, "dtail": 1, "dS": 3}  # along C=4, in each linea
 
 
 def test_what_is_handed_on_along_C_comes_back_as_its_cotangent():
-    """A permutation that is left out changes no type, so the judge cannot see it: it is counted."""
+    """Permutations are counted, because the judge cannot see that one is missing: it changes no type."""
     config, mesh = model("qwen3 next")[0], AbstractMesh({"C": 4})
     params = strategy.shard(transformer.init(config, 0, torch.float32, "meta"), config, mesh)
     tokens = torch.zeros(4, 4, dtype=torch.long, device="meta")

@@ -1,10 +1,10 @@
-"""A museum of silent bugs: `python tests/museum/museum.py` plants each of BUGS in a copy of the source, sees what
-comes of it here, and prints the table that docs/museum.md shows. It ends with 1 if a bug goes unseen.
+"""A museum of silent bugs: `python tests/museum/museum.py` plants each of BUGS in a copy of the source and prints the
+table of docs/museum.md, which says how each bug is found. It exits with 1 if a bug is not found.
 
-Each is a published bug that gave wrong numbers and no error, as a small edit of this project's own source, which does
-here what the bug did there: {the text that stands in the file: what stands there instead}. What happens here is one
-of: `refused` by a rule of the judge, which runs the file on an abstract mesh; `raises`: what a call on an AbstractMesh,
-where nothing is sent, answers; or `fails`, a test against one device."""
+Each is a published bug that gave wrong numbers and no error. It is planted by `edits` of this project's own source,
+{text in the file: its replacement}, which do here what the bug did there. It is found in one of three ways: a rule of
+the judge, which runs the file on an abstract mesh (`refused`), the error of a call on an AbstractMesh, where nothing is
+sent (`raises`), or a test that compares with one device (`fails`)."""
 
 import importlib
 import os
