@@ -13,6 +13,8 @@ from functools import lru_cache
 
 from scaling.schedules.schedule import Schedule, from_orders
 
+MOST_CHUNKS = 1000  # of a rank: a schedule lists every step of each, and models have fewer layers
+
 
 def naive(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Schedule one microbatch at a time: it passes forward through all stages and back before the next one starts."""
@@ -49,7 +51,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     if microbatches % stages:
         raise ValueError(
             f"interleaved: {microbatches} microbatches are not a multiple of {stages} stages: each round takes one "
-            f"microbatch a stage\n  fix: use a multiple of {stages}, or one_f_one_b"
+            f"microbatch a stage\n  fix: use a multiple of {stages}, or 1f1b"
         )
     rounds = range(0, microbatches, stages)
     forwards = [(c, m) for first in rounds for c in range(chunks) for m in range(first, first + stages)]
@@ -182,6 +184,8 @@ def _check(name: str, stages: int, microbatches: int, chunks: int, only_chunks: 
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name}: {what} is {number!r}\n  fix: give an int of at least 1")
+    if chunks > MOST_CHUNKS:
+        raise ValueError(f"{name}: {chunks} chunks on a rank\n  fix: give at most {MOST_CHUNKS}")
     if only_chunks not in (None, chunks):
         raise ValueError(f"{name}: each rank holds one chunk, not {chunks}\n  fix: use interleaved for several")
 

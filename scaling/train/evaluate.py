@@ -65,7 +65,8 @@ def check_sample(settings: Settings, ranks: int, held: float, available: float) 
         available: The bytes of memory that a rank has.
 
     Raises:
-        ValueError: The prompt is empty or not of the model's vocabulary, or a rank has no room to gather the params.
+        ValueError: The prompt is empty, too long or not of the model's vocabulary, or a rank has no room to gather the
+            params.
     """
     if not settings.sample:
         return
@@ -74,6 +75,11 @@ def check_sample(settings: Settings, ranks: int, held: float, available: float) 
         raise ValueError(
             f"--sample {settings.sample!r}: its tokens do not lie in 0..{V - 1}, {settings.model.name}'s"
             "\n  fix: give token ids of this vocabulary"
+        )
+    if (J := settings.model.learned_positions) and len(ids) >= J:
+        raise ValueError(
+            f"--sample of {len(ids)} tokens\n  rule: {settings.model.name}'s positions are learned, and there are {J}"
+            "\n  fix: give a shorter text"
         )
     whole = tree.nbytes(model.init(settings.model, 0, DTYPES[settings.dtype], "meta"))
     if ranks > 1 and held + whole > available:
@@ -98,7 +104,8 @@ def continuation(params, settings: Settings, mesh) -> str:
         return ""
     generator, end = torch.Generator().manual_seed(settings.seed), chosen_end(by, settings.eos_id)
     prompt = ids = torch.tensor(by.encode(settings.sample), device=mesh.device)
-    for _ in range(LENGTH):  # no cache is needed, because all of it is as much work as one small batch
+    left = (settings.model.learned_positions or len(ids) + LENGTH) - len(ids)
+    for _ in range(min(LENGTH, left)):  # no cache is needed, because all of it is as much work as one small batch
         logits = model.forward(whole, ids[None], config=settings.model)[0, -1, : max(by.vocabulary, end + 1)]
         drawn = torch.multinomial((logits.double() / TEMPERATURE).softmax(-1).cpu(), 1, generator=generator)
         if int(drawn) == end:

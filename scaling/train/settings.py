@@ -38,7 +38,7 @@ def pipeline_name(text: str) -> str:
     try:
         make(text, 2, 4)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
+        raise argparse.ArgumentTypeError(str(error).replace("\n  ", "; ")) from None
     return text
 
 

@@ -13,6 +13,7 @@ from math import prod
 from scaling import tree
 from scaling.common.limits import LIMITS, Limits
 from scaling.mesh import AbstractMesh
+from scaling.models.rope import check_positions
 from scaling.strategies.context.ring import check_length, work
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.api import look_up_step
@@ -80,6 +81,10 @@ def structure_of(
         "S": p["S"] * Y, "O": p["O"] * Y, "K": K, **loop, "P": p["P"], "X": X, "E": E, "Y": Y, "row": p["row"],
     }  # fmt: skip
     prime = p | ({"Y": copies} if copies > 1 else {})
+    try:
+        check_positions(model, at["T"], documents)
+    except ValueError as error:  # the run's own length is not at["T"]
+        raise NotMonomial(f"{model.name}: {at['T']} positions are traced, which are too many for it") from error
     if copies > 1:  # K divides Y, else Y divides K
         at["K"] = at.pop("K")
     order = [(name, n, prime[name]) for name, n in at.items() if n > 1 and n % prime[name] == 0]
@@ -137,9 +142,11 @@ def resolved(settings: Settings, sizes: Mapping[str, int]) -> tuple[dict, TrainS
     """Return (the params of a rank on the meta device, the step resolved for the mesh).
 
     Raises:
-        ShardingError: or ValueError, for params, rows or sequences that do not divide over the mesh.
+        ShardingError: or ValueError, for params, rows or sequences that do not divide over the mesh, or sequences
+            that are too long.
     """
     mesh = AbstractMesh(sizes)
+    check_positions(settings.model, settings.seq, packed=False)
     params, (tokens, targets, _) = step_shapes(settings, mesh)
     options = StepOptions(
         microbatches=settings.microbatches, schedule=settings.schedule_on(sizes), remat=settings.remat,

@@ -112,6 +112,7 @@ REFUSED = {  # what is said: what is asked for
     "unknown schedule 'pipe'": lambda: make("pipe", 2, 2),
     "use a multiple of 4 layers": lambda: make("interleaved", 2, 4).layer_order(6),
     "use interleaved for several": lambda: schedules.one_f_one_b(2, 4, 2),
+    "at most 1000": lambda: make("interleaved:1000000000", 2, 4),
     "2 chunks": lambda: schedules.dualpipe_v(2, 4, 3),
     "W <= F": lambda: bubbles.bubble_time("zb-h1", 2, 4, 1, Times(1, 1, 2)),
     "F = B >= W": lambda: bubbles.bubble_time("dualpipev", 2, 4, 2, Times(1, 2, 1)),

@@ -299,6 +299,13 @@ def test_a_sample_that_cannot_be_taken_is_refused_before_the_run():
         evaluate.check_sample(Settings(SAMPLED.with_(V=100), "", "", sample="prompt"), 1, 0, 1e9)
 
 
+def test_a_sample_ends_with_the_learned_positions():
+    settings = Settings(MODEL.with_(learned_positions=8), "", "", sample="begin", seed=3)
+    assert len(evaluate.continuation(drawn_params(settings, ONE), settings, ONE)) <= 3
+    with pytest.raises(ValueError, match="there are 8"):
+        evaluate.check_sample(replace(settings, sample="beginning"), 1, 0, 1e9)
+
+
 def test_steps_are_those_of_a_plain_loop_of_torch_s():
     """Clipped, and by AdamW with betas of 0.9 and 0.95, in which only matrices decay."""
     settings = Settings(MODEL, "", "", 8, 32, lr=3e-3, warmup=1, clip=0.1, dtype="fp64", schedule="constant")

@@ -85,6 +85,10 @@ def test_what_is_no_product_of_the_sizes_is_refused_and_counted_at_its_own_sizes
     for change in ({"rotary_share": 0.5}, {"dropout": 0.1}):
         long = Settings(tiny.with_(L=5, **change), "", "", 4, 16)
         assert step_by_symbols(long, {"X": 2}).products == count(long, {"X": 2}).products
+    learned = Settings(tiny.with_(L=5, learned_positions=16), "", "", 4, 16)  # fewer than would be traced
+    assert step_by_symbols(learned, {"X": 2}).memory == count(learned, {"X": 2}).memory
+    with pytest.raises(ValueError, match="sequences of 17 tokens"):
+        step_by_symbols(replace(learned, seq=17), {"X": 2}, documents=False)
     settings = Settings(tiny, "", "", 20, 16, microbatches=10, optimizer="muon")
     assert step_by_symbols(settings, {"X": 2}) == count(settings, {"X": 2})
 
