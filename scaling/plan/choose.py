@@ -33,7 +33,7 @@ TRIES = 6  # with a chip of the catalogue the search ends once so many meshes pr
 TRIED = 64  # the most ranks for which every mesh's own code is counted
 OPEN = "zero", "remat", "microbatches", "pipeline"  # options that are chosen as well if a run does not give them
 ZEROS = 3, 1  # the stages that are tried then; of equally fast ones the first is taken
-PIPELINES = "1f1b", "interleaved"  # the schedules that are tried then; in a run no other one is faster
+CHUNKED = "interleaved:2"  # the schedule that is tried beside 1F1B; in a run no other one is faster
 DOUBLED = 2  # how often the microbatches are doubled for a mesh that is too full
 AXES = {"pod": "P", "data": "P", "pipe": "Z", "fsdp": "X", "context": "C", "tensor": "Y", "expert": "E"}
 NAMES = {"P": "data", "Z": "pipe", "X": "fsdp", "C": "context", "Y": "tensor", "E": "expert"}
@@ -112,6 +112,8 @@ def choices(
         raise ValueError(f"{chip.name} has no FLOPs/s for {settings.dtype}, only for {', '.join(peaks)}\n  fix: {fix}")
     found: list[MeshChoice] = []
     refused: list[str] = []
+    if "pipeline" in chosen:
+        settings = replace(settings, pipeline="1f1b")
     full = 0  # the number of meshes on which the run's own step does not fit
     for sizes, some in tried(settings, ranks, chip, refused, chosen):
         try:
@@ -122,7 +124,25 @@ def choices(
         if not chip.measured and (len(found) == most or full == TRIES):
             break
     found.sort(key=lambda choice: (choice.seconds, len(choice.sizes)))
-    return settle_ties(found, lambda choice: choice.seconds, lambda choice: choice.effort(chip)), refused
+    found = settle_ties(found, lambda choice: choice.seconds, lambda choice: choice.effort(chip))
+    if found and "pipeline" in chosen and not chip.measured:
+        found = [*faster_in_chunks(found[0], chip, backend), *found]
+    return found, refused
+
+
+def faster_in_chunks(best: MeshChoice, chip: Chip, backend: str) -> list[MeshChoice]:
+    """Return [the mesh with interleaved stages], or [] if it is not faster, does not fit, or has none.
+
+    Chunks have at least two layers: of single ones each would be traced, for minutes where there are many stages.
+    """
+    Z, some = best.sizes.get("Z", 1), replace(best.settings, pipeline=CHUNKED)
+    if Z == 1 or best.settings.model.L < 4 * Z or uneven(some, best.sizes):
+        return []
+    try:
+        found = counted_choice(some, best.sizes, chip, backend)
+    except ValueError:
+        return []
+    return [found] if found.seconds < best.seconds else []
 
 
 def tried(
@@ -175,9 +195,7 @@ def planned(
     for one in sorted(found, key=lambda one: (not one.fits, float(one.forecast), -one.layout.zero)):
         sizes, layout = mesh_of(one.layout), one.layout
         zero = layout.zero if "X" in sizes and layout.zero in zeros else zeros[0]
-        pipeline = layout.pipeline if "pipeline" in chosen else settings.pipeline
-        given = {"remat": layout.remat, "microbatches": layout.microbatches, "pipeline": pipeline}
-        some = replace(settings, zero=zero, **given)
+        some = replace(settings, zero=zero, remat=layout.remat, microbatches=layout.microbatches)
         name = mesh_name(sizes, some)
         if not one.fits:
             refused.append(f"{name}: a chip needs {float(one.held.total) / 1e9:.2f} GB")
@@ -223,17 +241,16 @@ def evaluated(
     )  # fmt: skip
     given = {name: getattr(settings, name) for name in ("remat", "microbatches") if name not in chosen}
     schedule, _, chunks = settings.pipeline.partition(":")
-    schedules = PIPELINES if "pipeline" in chosen else (schedule if schedule in SCHEDULES else "1f1b",)
-    fixed = Fixed(reduce="once", chunks=int(chunks) if chunks and "pipeline" not in chosen else None, **given)
+    known = schedule if schedule in SCHEDULES else "1f1b"
+    fixed = Fixed(schedule=known, chunks=int(chunks) if chunks else None, reduce="once", **given)
     failures: list[ValueError] = []
     stages = {*(1 if zero == 2 else zero for zero in zeros), 0}  # the formulas know no 2
-    tries = [replace(fixed, zero=zero, schedule=one) for zero in stages for one in schedules]
-    for some in tries:
+    for zero in stages:
         try:
-            yield from plans(job, chip, ranks, some)
+            yield from plans(job, chip, ranks, replace(fixed, zero=zero))
         except ValueError as error:
             failures.append(error)
-    if len(failures) == len(tries):
+    if len(failures) == len(stages):
         raise failures[0]
 
 

@@ -47,7 +47,8 @@ def predict_transformer(
     """
     Z, ranks, M = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.microbatches
     chunks = chunks_on(settings, sizes)
-    few, unit = (min(M, 2), 1) if chunks == 1 else (2 * Z, Z)  # from `few` microbatches on, a step is linear in them
+    # Microbatches from which on a step's work is linear in them; DualPipeV takes no fewer than 2 Z.
+    few, unit = (min(M, 2), 1) if chunks == 1 else (2 * Z if settings.pipeline == "dualpipev" else Z, Z)
 
     def count_stage(z: int, microbatches: int) -> CountedStep:
         rows = settings.batch // M  # as many in each microbatch
