@@ -94,7 +94,7 @@ class Settings:
     remat: str = as_flag("none", "activation checkpointing: what is recomputed in the backward", choices=POLICIES)
     precision: str = as_flag(
         "",
-        "scale the layers' products to 8 or 4 bits; params and sums stay in --dtype",
+        "scale the layers' products to 8 or 4 bits in training; params, sums and evaluation stay in --dtype",
         choices=["", *RECIPES],  # "" is in the record of a run without it
         metavar="|".join(RECIPES),
     )
