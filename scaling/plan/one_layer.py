@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from scaling.plan.evaluate import Estimate, layer_between, layer_products, matmul_passes, reached_rates
 from scaling.plan.job import AXES
+from scaling.plan.ledger import copied
 from scaling.show import bars, svg
 from scaling.show.bars import Bar
 
@@ -115,7 +116,7 @@ class _Layer:
         self.linear = matmul_passes(job, linear, float(c.read) / layers / bandwidth)
         self.scores = float(c.dots) / layers / kernel
         self.between = float(layer_between(job, chip, c, l)) / layers
-        kv = w.kv * (max(1.0, l.tensor / w.kv_heads) - 1)
+        kv = w.kv * (float(copied(w, l)) - 1)
         self.attention = (w.projections + kv) / (w.dense + kv + w.routed)  # the share of attention's matrices
         self.into = (w.heads + 2 * w.kv_heads) / (2 * (w.heads + w.kv_heads))  # the share of Q, K and V in it
         self.sent, self.hidden, self.slower = {}, {}, [0.0, 0.0]

@@ -5,7 +5,7 @@ starts and pages go to the device as one array of whole numbers, from which `ste
 values belong. If steps are compiled by torch.compile or captured as CUDA graphs (`capture`), their shapes are few:
 rows, tokens and pages are rounded up to powers of two, and attention reads a bucket of places under a mask. Each shape
 is compiled or captured when it is first needed. A prompt, with more than FEW tokens a row, keeps its exact shape,
-and so does a step of more than EVERY tokens through experts, each of which computes all tokens of a fixed step.
+and so does a step of more than EVERY tokens through experts, because in a fixed step each expert computes all tokens.
 
 A replay of a graph reads and writes the memory that its capture saw, so params, cache and the static input stay in
 place. A step also runs to warm up, so it must give the same result however often it runs: the values that it writes to
@@ -288,12 +288,13 @@ class PagedModel:
             rows[places[-1]] = work
             free[work.group] += self.paged
         pages = [w.pages for w in rows] if self.paged else ()
-        at = uploaded(places, self.device)
-        given = None if ids is None else (at, ids)
+        in_order = places == [*range(len(works))]
+        at = None if in_order and ids is None else uploaded(places, self.device)
+        given = None if ids is None or at is None else (at, ids)
         states = [w.slot for w in rows] if self.states else ()
         window_pages = [[max(0, page) for page in w.window_pages] for w in rows] if self.windowed else ()
         logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given, states, window_pages)
-        return logits[: len(works)] if places == [*range(len(works))] else logits[at]
+        return logits[: len(works)] if in_order else logits[at]
 
     def move(self, move: Move) -> None:
         """Copy a prompt's pages and state from the worker that prefills to the decoder, on its group's ranks."""

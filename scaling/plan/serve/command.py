@@ -148,9 +148,9 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
 @complaining(ValueError, OSError, code=2)
 def main(arguments: list[str]) -> int:
     """Plan how to serve a model, or print the published figures; return the exit status."""
-    for other in (published, measured):
-        if arguments[:1] == [other.__name__.rpartition(".")[2]]:
-            return other.main(arguments[1:])
+    others = {"published": published.main, "measured": measured.main}
+    if arguments and (other := others.get(arguments[0])):
+        return other(arguments[1:])
     args = _parser().parse_args(arguments)
     asked, hardware = service(args), chip(args.chip)
     hardware.flops(asked.compute)
