@@ -9,7 +9,7 @@ rotate `rope` dims of each query, and of one key that all heads share:
                -> K_R[B, T, rope]                               shared by all heads; beside C_KV, M = C + rope
 
 A latent is much narrower than the residual stream: R and M = C + rope against D. So the products with W_DQ and W_DKV,
-which are whole on every rank, are computed on the stream as it is split, along the sequence T_CY, and the latents are
+which are whole on every rank, are computed on this rank's part of the stream, T_CY of the sequence, and the latents are
 gathered over Y instead of the stream. K_R is replicated over Y when it is used. By the law of cotangents its gradient
 is then unreduced, the sum over this rank's heads alone, and is reduced once, together with the latents' gradients.
 """

@@ -213,7 +213,7 @@ class Layout:
 
     @property
     def meaning(self) -> str:
-        """The meaning of the name: what each axis splits, and what ZeRO shards over how many chips."""
+        """The name in words: the dims that the axes split, the arrays that ZeRO shards, and over how many chips."""
         shards, replicas = self.shards, self.data * self.context * self.expert
         words = [
             (self.pod > 1, f"{self.pod:,} pods, each a replica"),

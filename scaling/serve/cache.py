@@ -11,7 +11,7 @@ its new tokens in the cache, and which places their queries see.
 `move` takes a cache from the mesh that prefills to the mesh that decodes (Part 7, "Designing an ... Inference Engine"),
 by a planned reshard between two sets of ranks, which may differ. Each rank of the target receives the heads, rows and
 positions that its type says, each once, and only positions that hold tokens. If Y has more ranks than there are KV
-heads, the copies of a head are replicas along an axis R of their own: Y then has the size K, and R the rest.
+heads, the copies of a head are replicas along a further axis R: Y then has the size K, and R the rest.
 """
 
 from functools import lru_cache

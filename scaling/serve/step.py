@@ -307,7 +307,7 @@ def check_pages(cache: dict, after: Tensor, groups: int) -> None:
     """Raise ValueError unless each row has a page for every token that it will hold, and shares no page that it writes.
 
     A page that is written to must be in no other row, and only once in its row. The rows are split over `groups` groups
-    of ranks, each of which numbers its pages from 0.
+    of ranks, and each group numbers its pages from 0.
     """
     pages, page, held = cache["pages"], cache["KV"].shape[3], cache["KV"].shape[2]
     m = torch.arange(pages.shape[1], device=pages.device)

@@ -269,7 +269,7 @@ def laid_out_by_output(params: dict, config: Config) -> dict:
     """Return a copy of the params in which the elements that one output sums over are adjacent in memory.
 
     Types, shapes and values stay; only strides change. The product of one row then reads a matrix in the order of
-    memory. Leaves with scales are dequantized in each step, and stay as they are.
+    memory. Leaves with scales are dequantized in each step, so they are not copied.
     """
 
     def laid_out(dims: str, text: str, W: Any) -> Any:

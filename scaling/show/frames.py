@@ -51,7 +51,7 @@ def frames_of(lines: Iterable[object], given: Iterable[Spec] = ()) -> list[LineF
     """Return the frames of a trace's events, or of their texts, after one of the types that are `given` at first.
 
     An operand that no line made, such as an activation's result, exists from the line that first reads it. A
-    CollectivePermute that leaves the type as it is moves blocks from device to device; its event has the pairs.
+    CollectivePermute that does not change the type moves blocks from device to device; its event has the pairs.
     """
     held = {spec.name: spec for spec in given}
     frames, permutes = [LineFrame("At first", (), None, (), dict(held))] if held else [], dict[str, tuple]()

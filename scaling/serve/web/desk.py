@@ -1,4 +1,4 @@
-"""The engine in real time: requests arrive while it runs, and each token goes out as soon as it is computed.
+"""The engine in real time: requests arrive while it runs, and each token goes out right after it is computed.
 
 Every rank runs `Turns`. Rank 0 has the `Desk`, where the code that talks to clients leaves requests. In each turn it
 sends the new ones to the other ranks, so that all call the scheduler with the same events and take the same steps. A
