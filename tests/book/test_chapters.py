@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import running
-from pinned import PINNED
 
 from scaling.book import learning, notebook, recap
 from scaling.book.answers import VERDICTS
@@ -30,7 +29,7 @@ def test_answers_and_what_is_printed(name):
     ran = running.chapter(name)
     page = ran.page
     assert (ran.status, page.failures) == (0, [])
-    pinned = PINNED.get(name, {})
+    pinned = running.PINNED.get(name, {})
     got = {
         answer.question: answer.ours
         for answer in page.given  # the book's number alone does not hold the first ones in place
@@ -49,7 +48,7 @@ def test_answers_and_what_is_printed(name):
 
 def test_every_chapter_proposes_things_to_try():
     assert running.TRIED.keys() == {*running.ALL}
-    assert PINNED.keys() <= {*running.ON_A_PAGE}
+    assert running.PINNED.keys() <= {*running.ON_A_PAGE}
     edited = {name: running.things_to_try(name)["old"] for name in running.ALL}
     assert [name for name, old in edited.items() if running.tried_in(name).count(old) != 1] == []
 
@@ -65,15 +64,15 @@ def test_the_loop_that_05_dp_shows_is_the_one_that_the_others_run():
 @pytest.mark.parametrize("name", running.TRIED)
 def test_things_to_try(name, monkeypatch, tmp_path):
     """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""
-    after_edit, value, with_flag = running.TRIED[name]
+    tried = running.TRIED[name]
     proposed = running.things_to_try(name)
     body = running.tried_in(name)
     found = eval(proposed["expression"], running.chapter(name).names)
-    assert found == nearly(value, 1e-3)
+    assert found == nearly(eval(str(tried["question"])), 1e-3)
     monkeypatch.chdir(tmp_path)
     edited = running.run(name, code=body.replace(proposed["old"], proposed["new"]))
     flagged = running.run(name, *proposed["flag"].split(), code=body)
-    for ran, wanted in ((edited, after_edit), (flagged, with_flag)):
+    for ran, wanted in ((edited, tried["edit"]), (flagged, tried["flag"])):
         printed = " ".join(ran.text.split())
         assert [words for words in wanted.split(" ... ") if words not in printed] == [], ran.text
     assert flagged.status == 0
