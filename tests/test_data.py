@@ -4,7 +4,7 @@ from itertools import islice, product
 
 import pytest
 import torch
-from refused import refused
+from refused import evaluated, refused
 from torch.utils.data import DistributedSampler
 
 from scaling import data
@@ -73,16 +73,13 @@ def test_the_text_is_pythons_own_source_or_a_file_of_ones_own(tmp_path):
     assert [len(part) for part in data.split(TEXT)] == [90, 10]
 
 
-test_refused = refused(
-    {
-        "no such file": (lambda: data.load_text("missing.txt"), "no text at 'missing.txt'"),
-        "an empty file": (lambda: data.load_text(__file__, 0), "holds no text"),
-        "all is held out": (lambda: data.split(TEXT, 1.0), "valid_fraction"),
-        "nothing is held out": (lambda: data.split(TEXT, 0.0), "valid_fraction"),
-        "a short text": (lambda: data.batches(TEXT[:3], K, 1), "a text of 3 bytes has no context of k=3"),
-        "no context": (lambda: data.Windows(TEXT[:9], 0), "a text of 9 bytes has no context of k=0"),
-        "a large batch": (lambda: data.batches(TEXT, K, 98), "a batch of 98 rows cannot be drawn from 97"),
-        "parts of a row": (lambda: epoch_of(AbstractMesh({"X": 3})), "B of size 8 does not divide into 3 blocks"),
-        "no such axis": (lambda: epoch_of(AbstractMesh({"Y": 2})), "unknown mesh axis X"),
-    }
-)
+REFUSED = {
+    "data.load_text('missing.txt')": "no text at 'missing.txt'", "data.load_text(__file__, 0)": "holds no text",
+    "data.split(TEXT, 1.0)": "valid_fraction", "data.split(TEXT, 0.0)": "valid_fraction",
+    "data.batches(TEXT[:3], K, 1)": "a text of 3 bytes has no context of k=3",
+    "data.Windows(TEXT[:9], 0)": "a text of 9 bytes has no context of k=0",
+    "data.batches(TEXT, K, 98)": "a batch of 98 rows cannot be drawn from 97",
+    "epoch_of(AbstractMesh({'X': 3}))": "B of size 8 does not divide into 3 blocks",
+    "epoch_of(AbstractMesh({'Y': 2}))": "unknown mesh axis X",
+}  # fmt: skip
+test_refused = refused(evaluated(REFUSED, globals()))

@@ -11,7 +11,7 @@ from array_types import types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import on_ranks
-from refused import refused
+from refused import evaluated, refused
 
 from scaling import tree
 from scaling.mesh import AbstractMesh, Mesh
@@ -114,36 +114,33 @@ SHAPES = 'params["blocks"]["W_in"]: W_in[L, D_X, F_Y] has the shape (2, 4, 6) on
 
 
 def checked(changed, specs=SPECS, **options):
-    return lambda: tree.check(changed, specs, SIZES, AT, **options)
+    return tree.check(changed, specs, SIZES, AT, **options)
 
 
 def made(spec="W[D]", init=INITS["norms"][1]):
-    return lambda: tree.init({"W": init}, {"W": spec}, {"D": 8}, THREE)
+    return tree.init({"W": init}, {"W": spec}, {"D": 8}, THREE)
 
 
-test_refused = refused(
-    {
-        "whole arrays": (checked(WHOLE), SHAPES),
-        "another shape": (checked(LOCAL | {"norms": [torch.ones(3), LOCAL["norms"][1]]}), "give an array of that sha"),
-        "another dtype": (checked(LOCAL, dtype=torch.float64, name="grads"),
-                          'grads["blocks"]["W_in"]: W_in[L, D_X, F_Y] must have the dtype torch.float64; found torc'),
-        "a number": (checked(LOCAL | {"norms": [LOCAL["norms"][0], 1.0]}), "tensor typed s[]; found float"),
-        "no blocks": (checked({"norms": LOCAL["norms"]}),
-                      'params["blocks"]["W_in"]: missing: the specs have W_in[L, D_X, F_Y] there (and 1 more)'),
-        "sparse": (checked({"W": torch.ones(8).to_sparse()}, {"W": "W[D]"}), "must be dense; found torch.sparse_coo"),
-        "two devices": (checked({"V": torch.ones(8), "W": torch.ones(8, device="meta")}, dict.fromkeys("VW", "W[D]")),
-                        "is on meta, another leaf on cpu"),
-        "no spec": (lambda: tree.shard({**WHOLE, "head": torch.ones(1)}, SPECS, AT),
-                    'params["head"]: has no spec\n  fix: give each leaf its type'),
-        "does not divide": (lambda: tree.shard({"W": torch.ones(8)}, {"W": "W[D_X]"}, THREE),
-                            'params["W"]: W[D_X]: dim D of size 8 does not divide'),
-        "a text": (lambda: tree.shard({"W": "x"}, {"W": "W[D]"}, AT), 'params["W"]: must be a tensor typed W[D]; fo'),
-        "another axis": (lambda: tree.shard({"W": torch.ones(8)}, {"W": "W[D_Q]"}, AT), "unknown mesh axis Q"),
-        "one array": (lambda: tree.shard(torch.zeros(3, 2), "x[B_X, D]", AT), "array: x[B_X, D]: dim B of size 3 does"),
-        "shards of partial sums": (lambda: tree.shard({"W": torch.ones(8)}, {"W": "W[D] {U_X}"}, AT), "is unreduced"),
-        "inits of partial sums": (made("W[D] {U_X}"), 'params["W"]: W[D] {U_X} is unreduced'),
-        "an init that is a number": (made(init=0.1), "Normal(std) or Constant"),
-        "bytes of no dtype": (lambda: tree.local_nbytes({}, {}, AT, "float31"), "unknown dtype"),
-    },
-    ShardingError,
-)  # fmt: skip
+REFUSED = {
+    "checked(WHOLE)": SHAPES,
+    "checked(LOCAL | {'norms': [torch.ones(3), LOCAL['norms'][1]]})": "give an array of that sha",
+    "checked(LOCAL, dtype=torch.float64, name='grads')":
+        'grads["blocks"]["W_in"]: W_in[L, D_X, F_Y] must have the dtype torch.float64; found torc',
+    "checked(LOCAL | {'norms': [LOCAL['norms'][0], 1.0]})": "tensor typed s[]; found float",
+    "checked({'norms': LOCAL['norms']})":
+        'params["blocks"]["W_in"]: missing: the specs have W_in[L, D_X, F_Y] there (and 1 more)',
+    "checked({'W': torch.ones(8).to_sparse()}, {'W': 'W[D]'})": "must be dense; found torch.sparse_coo",
+    "checked({'V': torch.ones(8), 'W': torch.ones(8, device='meta')}, dict.fromkeys('VW', 'W[D]'))":
+        "is on meta, another leaf on cpu",
+    "tree.shard({**WHOLE, 'head': torch.ones(1)}, SPECS, AT)":
+        'params["head"]: has no spec\n  fix: give each leaf its type',
+    "tree.shard({'W': torch.ones(8)}, {'W': 'W[D_X]'}, THREE)":
+        'params["W"]: W[D_X]: dim D of size 8 does not divide',
+    "tree.shard({'W': 'x'}, {'W': 'W[D]'}, AT)": 'params["W"]: must be a tensor typed W[D]; fo',
+    "tree.shard({'W': torch.ones(8)}, {'W': 'W[D_Q]'}, AT)": "unknown mesh axis Q",
+    "tree.shard(torch.zeros(3, 2), 'x[B_X, D]', AT)": "array: x[B_X, D]: dim B of size 3 does",
+    "tree.shard({'W': torch.ones(8)}, {'W': 'W[D] {U_X}'}, AT)": "is unreduced",
+    "made('W[D] {U_X}')": 'params["W"]: W[D] {U_X} is unreduced', "made(init=0.1)": "Normal(std) or Constant",
+    "tree.local_nbytes({}, {}, AT, 'float31')": "unknown dtype",
+}  # fmt: skip
+test_refused = refused(evaluated(REFUSED, globals()), ShardingError)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import by_words, refused
+from refused import evaluated, refused
 
 from scaling import schedules
 from scaling.schedules import SCHEDULES, Backward, BackwardInput, Forward, ReduceGrads, make, split_backward
@@ -107,25 +107,19 @@ def test_deadlock_is_found_and_named():
             simulate(replace(good, programs=tuple(map(tuple, programs))))
 
 
-FORMS = make, bubbles.bubble_time, bubbles.bubble, bubbles.live_activations
-REFUSED = {  # what is said: what is asked for
-    "unknown schedule 'pipe'": lambda: make("pipe", 2, 2),
-    "use a multiple of 4 layers": lambda: make("interleaved", 2, 4).layer_order(6),
-    "use interleaved for several": lambda: schedules.one_f_one_b(2, 4, 2),
-    "at most 1000": lambda: make("interleaved:1000000000", 2, 4),
-    "2 chunks": lambda: schedules.dualpipe_v(2, 4, 3),
-    "W <= F": lambda: bubbles.bubble_time("zb-h1", 2, 4, 1, Times(1, 1, 2)),
-    "F = B >= W": lambda: bubbles.bubble_time("dualpipev", 2, 4, 2, Times(1, 2, 1)),
-    "no time for transfers": lambda: bubbles.bubble_time("gpipe", 2, 4, 1, Times(hop=1)),
-    "differs from rank to rank": lambda: bubbles.bubble("dualpipev", 2, 4, 2, Times(overlapped=2)),
-    "is not split": lambda: split_backward(make("dualpipev", 2, 4)),
-    "collect is 0": lambda: split_backward(make("1f1b", 4, 8), 0),
-}
-REFUSED |= {f"{name}: stages is 0": lambda name=name: make(name, 0, 4) for name in SCHEDULES}
-REFUSED |= {f"{name}: microbatches is 1.5": lambda name=name: make(name, 2, 1.5) for name in SCHEDULES}
-FEW = {
-    f"{i} {case}": (lambda what=what, case=case: what(*case, 2), f"{case[0]}: {case[2]} microbatches are")
-    for case in UNDEFINED
-    for i, what in enumerate(FORMS)
-}
-test_refused = refused(by_words(REFUSED) | FEW)
+FORMS = "make", "bubbles.bubble_time", "bubbles.bubble", "bubbles.live_activations"
+REFUSED = {  # what is asked for: what is said
+    "make('pipe', 2, 2)": "unknown schedule 'pipe'",
+    "make('interleaved', 2, 4).layer_order(6)": "use a multiple of 4 layers",
+    "schedules.one_f_one_b(2, 4, 2)": "use interleaved for several",
+    "make('interleaved:1000000000', 2, 4)": "at most 1000", "schedules.dualpipe_v(2, 4, 3)": "2 chunks",
+    "bubbles.bubble_time('zb-h1', 2, 4, 1, Times(1, 1, 2))": "W <= F",
+    "bubbles.bubble_time('dualpipev', 2, 4, 2, Times(1, 2, 1))": "F = B >= W",
+    "bubbles.bubble_time('gpipe', 2, 4, 1, Times(hop=1))": "no time for transfers",
+    "bubbles.bubble('dualpipev', 2, 4, 2, Times(overlapped=2))": "differs from rank to rank",
+    "split_backward(make('dualpipev', 2, 4))": "is not split", "split_backward(make('1f1b', 4, 8), 0)": "collect is 0",
+}  # fmt: skip
+REFUSED |= {f"make({name!r}, 0, 4)": f"{name}: stages is 0" for name in SCHEDULES}
+REFUSED |= {f"make({name!r}, 2, 1.5)": f"{name}: microbatches is 1.5" for name in SCHEDULES}
+REFUSED |= {f"{form}(*{case}, 2)": f"{case[0]}: {case[2]} microbatches are" for case in UNDEFINED for form in FORMS}
+test_refused = refused(evaluated(REFUSED, globals()))

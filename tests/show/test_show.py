@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from refused import by_words, refused
+from refused import evaluated, refused
 
 from scaling.configs import get
 from scaling.cost import transformer as tm
@@ -92,11 +92,10 @@ def test_command_lines(capsys, tmp_path):
 
 
 REFUSED = {  # what is said: what is drawn
-    "not 2 dims": lambda: draw("A[I_X, J]", MESH, shard=torch.zeros(3)),
-    "1, 2 or 3 dims": lambda: draw("A[A, B, C, D]", MESH),
-    "at most 64 are": lambda: svg.types(["A[I_X, J]"], {"X": 128}),
-}
-test_refused = refused(by_words(REFUSED), ShardingError)
+    "draw('A[I_X, J]', MESH, shard=torch.zeros(3))": "not 2 dims", "draw('A[A, B, C, D]', MESH)": "1, 2 or 3 dims",
+    "svg.types(['A[I_X, J]'], {'X': 128})": "at most 64 are",
+}  # fmt: skip
+test_refused = refused(evaluated(REFUSED, globals()), ShardingError)
 
 DRAWN = {  # what each of X=2, Y=2, or of X=3, has
     "A[I_X, J_Y]": """

@@ -14,7 +14,7 @@ import pytest
 import torch
 from machine import SOON, RankFailed, on_ranks
 from problems import BLOCKS, D, F, close, module, one_device, squares, whole
-from refused import by_words, refused
+from refused import evaluated, refused
 
 from scaling import launch, trace, tree
 from scaling.mesh import AbstractMesh, Mesh
@@ -173,7 +173,7 @@ def staged(schedule=None, rank=0, L=4, stage=STAGE):
     mesh = AbstractMesh({"Z": 2}, {"Z": rank})
     In, W_in, W_out = (torch.empty(shape, device="meta") for shape in ((16, D), (L, D, F), (L, F, D)))
     given = {"W_in": W_in, "W_out": W_out}, In, In, mesh, schedule or make("1f1b", 2, 4), squares, stage
-    return partial(pipeline.value_and_grad, *given)
+    return pipeline.value_and_grad(*given)
 
 
 def handing_on(half, change):
@@ -190,16 +190,16 @@ FITS = make("1f1b", 2, 4)
 NARROW, HALF = handing_on("forward", lambda Out: Out[:, :-1]), handing_on("forward", torch.Tensor.bfloat16)
 SHORT = handing_on("backward_input", lambda dIn: dIn[:1])
 UNREDUCED = replace(FITS, programs=(FITS[0], tuple(step for step in FITS[1] if not isinstance(step, ReduceGrads))))
-BY_WORDS = {
-    "without Z=4\n  fix: make the schedule with": staged(make("1f1b", 4, 4)),
-    "5 microbatches": staged(make("1f1b", 2, 5)),
-    "rank 1 holds the virtual stages [1], and reduces the gradients of []": staged(UNREDUCED),
-    'params["W_in"] has 3 layers here, not a multiple of 2': staged(make("interleaved", 2, 4), L=3),
-    "SendActivation x[B, D]\n  stage 0 hands on torch.float32 (4, 15) on meta": staged(stage=NARROW),
-    "hands on torch.bfloat16 (4, 16) on meta, but microbatches of In are torch.float32": staged(stage=HALF),
-    "SendGrad x[B, D]\n  stage 1 hands on torch.float32 (1, 16) on meta": staged(rank=1, stage=SHORT),
-}
-test_what_does_not_fit_is_refused = refused(by_words(BY_WORDS))
+REFUSED = {
+    "staged(make('1f1b', 4, 4))": "without Z=4\n  fix: make the schedule with",
+    "staged(make('1f1b', 2, 5))": "5 microbatches",
+    "staged(UNREDUCED)": "rank 1 holds the virtual stages [1], and reduces the gradients of []",
+    "staged(make('interleaved', 2, 4), L=3)": 'params["W_in"] has 3 layers here, not a multiple of 2',
+    "staged(stage=NARROW)": "SendActivation x[B, D]\n  stage 0 hands on torch.float32 (4, 15) on meta",
+    "staged(stage=HALF)": "hands on torch.bfloat16 (4, 16) on meta, but microbatches of In are torch.float32",
+    "staged(rank=1, stage=SHORT)": "SendGrad x[B, D]\n  stage 1 hands on torch.float32 (1, 16) on meta",
+}  # fmt: skip
+test_what_does_not_fit_is_refused = refused(evaluated(REFUSED, globals()))
 
 
 def another_batch(mesh, dtype, width):

@@ -1,11 +1,11 @@
 """Unmodified modules under DP, FSDP and TP, by the types of their params: equal to one device, leaf by leaf."""
 
-import copy
+import copy  # noqa: F401 - a call in REFUSED names it
 
 import pytest
 import torch
 from problems import B, D, F, close, squares, trained, whole
-from refused import by_words, refused
+from refused import evaluated, refused
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
@@ -82,24 +82,23 @@ PARAMS, ROWS = parameters(PAIR), torch.ones(B, 2)
 
 
 def called(params, used=TYPES, module=PAIR):
-    return lambda: call(module, TYPES, used, MESH)(params, ROWS)
+    return call(module, TYPES, used, MESH)(params, ROWS)
 
 
 def without(tree, name):
     return {key: leaf for key, leaf in tree.items() if key != name}
 
 
-BY_WORDS = {
-    "one of 'sum', 'mean'": lambda: reduce_grads(PARAMS, TYPES, MESH, "X", loss="average"),
-    "1.weight: this param of the module has no type": lambda: call(PAIR, *[without(TYPES, "1.weight")] * 2, MESH),
-    "1: BatchNorm1d in training takes its statistics from this rank's rows": called(
-        PARAMS, module=copy.deepcopy(PAIR).train()
-    ),
-    'used["0.bias"]: missing': called(PARAMS, used={"0.weight": "W[F, D]"}),
-    'params["0.bias"]: missing': called(without(PARAMS, "0.bias")),
-    'params["more"]: has no spec': called(PARAMS | {"more": ROWS}),
-}
-test_refused = refused(by_words(BY_WORDS))
+REFUSED = {
+    "reduce_grads(PARAMS, TYPES, MESH, 'X', loss='average')": "one of 'sum', 'mean'",
+    "call(PAIR, *[without(TYPES, '1.weight')] * 2, MESH)": "1.weight: this param of the module has no type",
+    "called(PARAMS, module=copy.deepcopy(PAIR).train())":
+        "1: BatchNorm1d in training takes its statistics from this rank's rows",
+    "called(PARAMS, used={'0.weight': 'W[F, D]'})": 'used["0.bias"]: missing',
+    "called(without(PARAMS, '0.bias'))": 'params["0.bias"]: missing',
+    "called(PARAMS | {'more': ROWS})": 'params["more"]: has no spec',
+}  # fmt: skip
+test_refused = refused(evaluated(REFUSED, globals()))
 
 
 def test_of_which_kind_a_loss_is_must_be_said():
