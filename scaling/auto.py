@@ -4,7 +4,7 @@
     print(step.lower(In, W).listing)
     Out = step(In, W)
 
-`explicit.tracing` finds the operations, and `explicit.planning` the layouts that send the least. A planned program
+`explicit.tracing` finds the operations, and `explicit.functions` the layouts that send the least. A planned program
 consists of its lines in the notation, with the bytes they send, and can run them. Inside the program
 `explicit.reshard` asks for a type, as JAX's `with_sharding_constraint` does.
 """
@@ -24,8 +24,7 @@ from scaling.algebra.resharding import PlannedArray, exact_steps
 from scaling.algebra.steps import COLLECTIVES, Step
 from scaling.collectives.plans import run_step
 from scaling.explicit.arrays import Array, array, array_spec, reshard
-from scaling.explicit.functions import LocalPlan
-from scaling.explicit.planning import Chosen, Graph, plan
+from scaling.explicit.functions import Chosen, Graph, LocalPlan, plan
 from scaling.explicit.tracing import graph_of
 from scaling.spec import ShardingError, Spec
 

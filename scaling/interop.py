@@ -1,41 +1,14 @@
-"""Convert types to and from other notations: DTensor placements and JAX's PartitionSpec (Part 3, in code).
+"""Convert types to and from JAX's PartitionSpec, which lists the axes of each dim in any order (Part 3, in code).
 
-DTensor has one placement per mesh axis, `[Shard(0), Replicate()]`. Axes that split one dim split it in the mesh's
-order, so a mesh (X, Y) has `I_XY`; for `I_YX`, `Spec.placements` gives a strided shard. JAX lists the axes of each dim,
-in any order.
+`Spec.placements` and `Spec.from_placements` convert them to and from DTensor's placements.
 """
 
 import ast
 from collections.abc import Sequence
 
-from torch.distributed.tensor import Placement
-
 from scaling.common.arguments import shortened
-from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+from scaling.spec import ShardingError, Spec, parse
 from scaling.spec.sizes import check_axis
-
-
-def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:
-    """Return DTensor's placements of a type, one per mesh axis: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
-
-    Raises:
-        ShardingError: A dim's axes have another order than the mesh's, for which `Spec.placements` has strided shards.
-    """
-    spec = parse(spec)
-    spec.check_axes(mesh)
-    order = list(mesh_sizes(mesh))
-    for dim, axes in spec.dims:
-        if [*axes] != sorted(axes, key=order.index):
-            raise ShardingError(
-                f"{spec}: DTensor splits a dim over mesh axes in the mesh's order, which is {', '.join(order)}; "
-                f"{dim} has {', '.join(axes)}\n  fix: reshard {dim} first, or give the mesh its axes in that order"
-            )
-    return spec.placements(mesh)
-
-
-def from_placements(placements: Sequence[Placement], mesh, dims: Sequence[str], name: str = "") -> Spec:
-    """Return the type of DTensor's placements, as `Spec.from_placements` does."""
-    return Spec.from_placements(placements, mesh, dims, name)
 
 
 def to_partition_spec(spec: "str | Spec") -> str:

@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from machine import RankFailed, share_gloo_device
 
 from scaling.common import console, torchrun
-from scaling.launch.process import end_with_parent, ready_to_fork
+from scaling.launch.ranks import end_with_parent, ready_to_fork
 from scaling.mesh import Mesh, join_world
 
 os.environ["COLUMNS"] = "100"  # what is printed is folded there

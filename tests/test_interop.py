@@ -22,13 +22,12 @@ MESH = {"X": 2, "Y": 2}
 
 
 def placed(placement):
-    return interop.from_placements((placement, Replicate()), MESH, ("I", "J"))
+    return Spec.from_placements((placement, Replicate()), MESH, ("I", "J"))
 
 
 test_what_dtensor_cannot_say = refused(
     {
-        "another order": (lambda: interop.to_placements("A[I_YX]", MESH), "in the mesh's order, which is X, Y"),
-        "no axis of the mesh": (lambda: interop.to_placements("A[I_Z]", MESH), "unknown mesh axis"),
+        "no axis of the mesh": (lambda: parse("A[I_Z]").placements(MESH), "unknown mesh axis"),
         "Partial('max')": (lambda: placed(Partial("max")), "only Shard of one of the 2 dims"),
         "Shard(5)": (lambda: placed(Shard(5)), "only Shard of one of the 2 dims"),
     },
@@ -47,11 +46,8 @@ def test_placements_of_every_type(sizes):
             spec = parse(str(Spec("A", (("I", dims[0]), ("J", dims[1])), unreduced)))
             placements = spec.placements(mesh)
             seen.add(placements)
-            in_order = all([*axes] == [axis for axis in mesh if axis in axes] for axes in dims)
-            if in_order:
-                assert interop.to_placements(str(spec), mesh) == placements
             assert [axis for axis, one in zip(mesh, placements, strict=True) if one.is_partial()] == [*unreduced]
-            assert interop.from_placements(placements, AbstractMesh(mesh), ("I", "J"), "A") == spec
+            assert Spec.from_placements(placements, AbstractMesh(mesh), ("I", "J"), "A") == spec
             for at in itertools.product(*map(range, mesh.values())):
                 found = dtensors_block(shape, (*mesh.values(),), at, placements)
                 ours = spec.slices(shape, mesh, dict(zip(mesh, at, strict=True)))
@@ -109,7 +105,7 @@ def dtensor_bytes(before, after, shape, mesh):
         from torch.distributed.tensor._redistribute import _gen_transform_infos
 
         meta = TensorMeta(torch.Size(shape), (shape[1], 1), torch.float64)
-        ends = [interop.to_placements(spec, mesh) for spec in (before, after)]
+        ends = [spec.placements(mesh) for spec in (before, after)]
         infos = _gen_transform_infos(*(DTensorSpec(mesh.device_mesh, end, tensor_meta=meta) for end in ends))
     except (ImportError, TypeError):
         return None
@@ -135,9 +131,9 @@ def test_redistribute_agrees_and_sends_no_less(mesh):
     whole = torch.arange(32, dtype=torch.float64).view(shape)
     for src, dst in pairs[::7]:
         local = collectives.shard(str(src.with_unreduced(()).with_name("")), whole, mesh) / mesh.size(src.unreduced)
-        placed, target = (interop.to_placements(spec, mesh) for spec in (src, dst))
+        placed, target = (spec.placements(mesh) for spec in (src, dst))
         theirs = DTensor.from_local(local, mesh.device_mesh, placed, run_check=False).redistribute(placements=target)
-        spec, shard_of_theirs = interop.from_placements(theirs.placements, mesh, ("I", "J"), "A"), theirs.to_local()
+        spec, shard_of_theirs = Spec.from_placements(theirs.placements, mesh, ("I", "J"), "A"), theirs.to_local()
         mine = collectives.reshard(f"{src} -> {dst}", local, mesh)
         same = spec == dst and mine.shape == shard_of_theirs.shape
         errors.append((mine - shard_of_theirs).abs().max().item() if same else float("inf"))

@@ -37,8 +37,8 @@ INSIDE = {  # a module: what it imports inside functions
     "scaling.spec.placements": "torch.distributed.tensor torch.distributed.tensor.placement_types",  # without torch
     # plain trees need no torch.distributed:
     "scaling.tree": "scaling.collectives scaling.collectives.checked scaling.collectives.linear",
-    "scaling.check.files": "scaling.check.run scaling.check.library",  # lines are read without torch
-    "scaling.check.library": "scaling.check.programs",  # what it imports then tells the types that it says
+    "scaling.check.files": "scaling.check.run",  # lines are read without torch
+    "scaling.check.run": "scaling.check.programs",  # what it imports then tells the types that it says
     "scaling.configs.sources": "scaling.configs.gguf",  # numpy, which no other model needs
     # a sharding is drawn without the simulator and without the models:
     "scaling.show.shardings": "scaling.show.schedules scaling.show.params",

@@ -78,8 +78,7 @@ def _check_texts(texts: dict[str, str], own: set[str], lines_only: bool = False)
         calls |= {path: places} if places else {}
     if lines_only:
         return report, calls
-    from scaling.check.library import judge_each
-    from scaling.check.run import not_reached
+    from scaling.check.run import judge_each, not_reached
 
     others = {path: text for path, text in texts.items() if path not in own}
     faulty = {finding.file for finding in report.findings}

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.check.compared import dims_said
 from scaling.check.findings import MACHINERY, PAGE_TOOLS, Finding, Judgement, place_of_call, place_parts, real_path
-from scaling.check.held import HeldType, Pieces, any_dim, dims_of_view, of_nothing, pieces_of
+from scaling.check.held import HeldType, Pieces, any_dim, dims_of_view, dims_said, of_nothing, pieces_of
 from scaling.collectives.linear import watcher
 from scaling.common.torch_private import is_wrapped, storage_of, unwrapped_by_all
 from scaling.spec import Spec, present

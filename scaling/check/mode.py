@@ -12,9 +12,18 @@ from torch import Tensor
 from scaling.algebra.labels import argument
 from scaling.algebra.law import Illegal
 from scaling.algebra.ops import op_kind
-from scaling.check.compared import at_hand
 from scaling.check.findings import RULES, Judgement, place_of_call, said
-from scaling.check.held import DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along, written_dim
+from scaling.check.held import (
+    DimPart,
+    HeldType,
+    any_dim,
+    at_hand,
+    axes_along,
+    by_stride,
+    of_nothing,
+    size_along,
+    written_dim,
+)
 from scaling.check.inferred import called, inferred, tensors_in
 from scaling.check.results import UNSET, ArrayMeta, view_error
 from scaling.check.typed import TypedLines

@@ -2,7 +2,8 @@
 
 Printing and waiting are suppressed, and no rank is started. A statement that fails, since an abstract mesh has no
 values, is left out. Functions that the file itself does not call are called here: a strategy (SPECS, forward,
-backward), and a function whose docstring gives the type of each of its arguments.
+backward), and a function whose docstring gives the type of each of its arguments. `judge_each` judges several files on
+all processors, and `judge_library` the library by its own programs.
 """
 
 import ast
@@ -15,7 +16,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -25,7 +30,7 @@ import torch
 
 from scaling import launch, tree
 from scaling import mesh as meshes
-from scaling.check.contracts import documented, run_watched
+from scaling.check.contracts import documented, run_watched, telling
 from scaling.check.findings import Judgement, place_of_error, place_of_function, real_path, said
 from scaling.check.mode import Judge
 from scaling.check.strategy import LAYERS, run_layers
@@ -33,6 +38,8 @@ from scaling.check.watched import shard_of, watching
 from scaling.collectives.linear import Pending, who_watches
 from scaling.collectives.multiply import Deferred
 from scaling.common.torchrun import without_torchrun
+from scaling.launch import can_fork
+from scaling.launch.ranks import give_threads_back
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, format_axes
 
@@ -256,3 +263,50 @@ def _axes_of(code: CodeType) -> set[str]:
     """Return the axes that the lines of a function name."""
     lines = [c for c in code.co_consts if isinstance(c, str) and "[" in c]
     return {axis for line in lines for word in re.findall(r"_([A-Z]+)(?=[,\]}])", line) for axis in word}
+
+
+def judge_each(
+    files: Sequence[tuple[str, str] | None], judged: Collection[str], modules: Collection[str]
+) -> list[Judgement]:
+    """Judge each file, (path, text), on all processors; None means the library's programs.
+
+    Args:
+        files: the files.
+        judged: the paths of all files in which faults are shown.
+        modules: the paths of the library's files in which faults of its programs are shown.
+
+    Raises:
+        RuntimeError: a file ended the process that ran it.
+    """
+    workers = min(len(files), os.cpu_count() or 1) if can_fork("cpu") else 1
+    if workers < 2:
+        return [_judge(file, judged, modules) for file in files]
+    give_threads_back()
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:  # the workers have imported torch already
+        try:
+            return [*pool.map(partial(_judge, judged=judged, modules=modules), files)]
+        except BrokenProcessPool:
+            raise RuntimeError(
+                "a file ended the process in which it was judged\n  fix: give one file at a time"
+            ) from None
+
+
+def _judge(file: "tuple[str, str] | None", judged: Collection[str], modules: Collection[str]) -> Judgement:
+    return judge_library(modules) if file is None else judge_file(*file, judged)
+
+
+def judge_library(modules: Collection[str] = ()) -> Judgement:
+    """Judge each of the library's programs on its mesh, with the types that the listings' docstrings declare.
+
+    A fault is shown at the innermost line that led to it in `modules`, the paths of files, or in any file without them.
+    """
+    report = Judgement()
+    with telling(), nothing_outside("scaling", 0):
+        from scaling.check.programs import programs
+
+        for name, sizes, run in programs():
+            judge = Judge(report, sizes)
+            judge.files = {real_path(name): name for name in modules}
+            with watching(judge), attempt(judge, name):
+                run(AbstractMesh(sizes))
+    return report

@@ -7,15 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.check.compared import (
+from scaling.check.findings import Judgement, place_of_call, place_parts, said
+from scaling.check.held import (
+    LOOK_UP,
     PODS,
+    HeldType,
     at_hand,
+    axes_along,
     broken_rule,
     dims_said,
+    is_interleaved,
+    look_up_over,
     over_pods,
 )
-from scaling.check.findings import Judgement, place_of_call, place_parts, said
-from scaling.check.held import LOOK_UP, HeldType, axes_along, is_interleaved, look_up_over
 from scaling.check.known import KnownArrays
 from scaling.collectives.calls import zeroed
 from scaling.collectives.linear import Pending, run_op

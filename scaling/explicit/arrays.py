@@ -5,12 +5,15 @@
     torch.einsum("bd,df->bf", In, W).type            bfloat16[8_X, 8192] {U_Y}: nothing was sent
 
 torch's functions, operators and methods take them and derive the type of the result. None sends anything. A call whose
-result has no type is refused, and the error names the cheapest line that makes it legal: a `reshard`, or `out=` of the
-functions in `typed`.
+result has no type is refused, and the error names the cheapest line that makes it legal: a `reshard`, or `out=` of
+`einsum`, `matmul`, `sum`, `mean`, `amax`, `reshape`, `broadcast_to` and `take`. With `out`, which is JAX's
+`out_sharding`, operands and result are resharded by the cheapest lines, also if the operation alone would be refused.
+These functions take plain tensors, of one device, too.
 """
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,8 +26,7 @@ from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan
 from scaling.collectives.plans import run as run_plan
 from scaling.common.torch_private import note_shard
-from scaling.explicit.functions import LocalPlan, Node, each_call, read_call
-from scaling.explicit.planning import legal_layouts, nodes_of, way_to
+from scaling.explicit.functions import LocalPlan, Node, each_call, legal_layouts, nodes_of, read_call, way_to
 from scaling.spec import ShardingError, Spec
 from scaling.spec.reader import read_type
 
@@ -273,3 +275,26 @@ def _refusal(made: Node, layouts: Sequence[DimAxes], mesh, error: Illegal) -> st
         f"{made.op.name}: {' * '.join(types)}\n  {error.what}\n  rule: {error.rule}\n"
         f"  fix: {'; '.join(fixes)}; the result is {gives}; or give out=, the result's type"
     )
+
+
+def _with_out(func: Callable) -> Callable[..., Any]:
+    """Return a torch function with one more argument, `out`, the result's type."""
+
+    @wraps(func)
+    def call(*args: Any, out: str | Spec | None = None, **kwargs: Any) -> Any:
+        if any(isinstance(x, Array) for x in args):
+            return call_typed(func, args, kwargs, out)
+        result = func(*args, **kwargs)
+        return result if out is None else reshard(result, out)
+
+    return call
+
+
+einsum, matmul, sum, mean = map(_with_out, (torch.einsum, torch.matmul, torch.sum, torch.mean))
+amax, reshape, broadcast_to = map(_with_out, (torch.amax, torch.reshape, torch.broadcast_to))
+_index_select = _with_out(torch.index_select)
+
+
+def take(x, index, dim: int = 0, out: str | Spec | None = None):
+    """Pick elements of a dim, which must be whole unless `out` is given, at the indices index[N]: [..., N, ...]."""
+    return _index_select(x, dim, index, out=out)

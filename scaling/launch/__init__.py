@@ -1,7 +1,6 @@
 """Start ranks, here or under torchrun, and watch them."""
 
-from scaling.launch.process import keep_freed_memory
-from scaling.launch.ranks import can_fork, fit_mesh, run, start, start_by_torchrun
+from scaling.launch.ranks import can_fork, fit_mesh, keep_freed_memory, run, start, start_by_torchrun
 from scaling.launch.watch import RankError
 from scaling.spec.sizes import parse_mesh
 

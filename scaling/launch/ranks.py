@@ -2,8 +2,11 @@
 
 `run(fn, {"X": 4, "Y": 2}, *args)` calls `fn(mesh, *args)` on eight ranks and returns their results. A rank that raises,
 exits, is killed or times out ends the run within seconds, with its number and its traceback; no process stays behind.
+A process that is to be forked into ranks, or to be one, is prepared here too: its end, its memory, its threads.
 """
 
+import contextlib
+import ctypes
 import math
 import os
 import pickle
@@ -13,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,8 +24,8 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from scaling.common.console import complain
+from scaling.common.torch_private import import_compiler
 from scaling.common.torchrun import as_rank, this_rank, without_torchrun, world_size
-from scaling.launch.process import autograd_has_threads, end_with_parent, keep_freed_memory, ready_to_fork
 from scaling.launch.watch import LEFT, Rank, RankError, blame_of, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.mesh.lost import RankEnded, naming, with_own_frames
@@ -241,3 +245,63 @@ def end_alike(mesh: Mesh) -> None:
     """Check that all ranks end together: a rank that ends while others still call collectives disagrees with them."""
     if mesh.checked and mesh.size() > 1:
         agree(mesh.group(tuple(mesh.sizes)), "the end of the run")
+
+
+PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # glibc's options of mallopt: see keep_freed_memory
+OMP_PAUSE_HARD = 2  # OpenMP 5.0
+
+
+def ready_to_fork() -> None:
+    """Spare the ranks forked from this process work that each would have to do, or would hang without.
+
+    The first gradient of torch.func imports the compiler, 840 modules in all. Ranks that share the cores would take
+    several times as long for it.
+    """
+    import_compiler()
+    give_threads_back()
+
+
+def give_threads_back() -> None:
+    """End OpenMP's threads; whoever computes next starts them again.
+
+    A forked process inherits the record of these threads but not the threads. It would wait for them for ever.
+    """
+    if sys.platform == "linux":
+        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        for library in loaded:
+            if os.path.basename(library).startswith(("libgomp", "libiomp", "libomp")):
+                with contextlib.suppress(AttributeError, OSError):
+                    ctypes.CDLL(library).omp_pause_resource_all(OMP_PAUSE_HARD)
+
+
+def autograd_has_threads() -> bool:
+    """Return whether autograd has started a thread for each GPU, as it does at a process's first gradient.
+
+    A forked process would not have these threads, and torch refuses gradients in it.
+    """
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread may have just ended
+            names.append(task.read_text())
+    return any(name.startswith("pt_autograd") for name in names)
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees for its next tensors, as torch does on a GPU.
+
+    glibc returns large blocks to the system at once, and each new block is then filled with zeros page by page. That
+    takes a tenth of the time of a step which, being a pure function, allocates its gradients anew.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
+            libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # glibc before 2.35
+        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let this process die with the one that started it, however that one ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)

@@ -5,13 +5,20 @@
     Tmp = einsum("In[B_X, D] {Q_D} * W[D, F] {Q_D} -> Tmp[B_X, F]", In, W)
 
 `rounding` has the numbers that each dtype can hold, `arrays` the lines, `recipes` the scaled products of a training
-step, and `taped` the products of its experts. The laws are in notation.md and `scaling.algebra.rules`; the formats are
-data in `scaling.spec.formats`.
+step and of its experts. The laws are in notation.md and `scaling.algebra.rules`; the formats are data in
+`scaling.spec.formats`.
 """
 
 from scaling.scaled.arrays import Scaled, check_block, dequantize, quantize
-from scaling.scaled.recipes import RECIPES, UNSCALED, check_matrix, gather_matrix, products_of
-from scaling.scaled.taped import TapedMatrix, vjp_of_scaled
+from scaling.scaled.recipes import (
+    RECIPES,
+    UNSCALED,
+    TapedMatrix,
+    check_matrix,
+    gather_matrix,
+    products_of,
+    vjp_of_scaled,
+)
 
 __all__ = ["RECIPES", "UNSCALED", "Scaled", "TapedMatrix", "dequantize", "quantize"]
 __all__ += ["check_block", "check_matrix", "gather_matrix", "products_of", "vjp_of_scaled"]

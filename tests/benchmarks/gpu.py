@@ -81,7 +81,7 @@ def run_part(name: str, module: str, device: str, report: str, left_out: list[st
     import torch.distributed as dist
 
     from scaling.common.torchrun import this_rank
-    from scaling.launch.process import end_with_parent
+    from scaling.launch.ranks import end_with_parent
 
     end_with_parent(os.getppid())
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from refused import evaluated, refused
 
 from scaling import auto, explicit
 from scaling.algebra.layouts import DimAxes
-from scaling.explicit import arrays, planning
+from scaling.explicit import arrays, functions
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 
@@ -43,7 +43,7 @@ def test_the_books_example():
 def test_a_call_is_planned_once_for_its_shapes_and_types(monkeypatch):
     """Also on four axes, whose many layouts are looked at once."""
     mesh, planned = AbstractMesh({"P": 2, "X": 2, "Y": 2, "Z": 2}), []
-    monkeypatch.setattr(planning, "plan", lambda *args, plan=planning.plan: planned.append(args) or plan(*args))
+    monkeypatch.setattr(functions, "plan", lambda *args, plan=functions.plan: planned.append(args) or plan(*args))
     a, b = (explicit.array(torch.empty(40, 40), type, mesh) for type in ("[40_X, 40_P]", "[40, 40_Y]"))
     types = [explicit.einsum("ij,jk->ik", a, b, out=out).type for out in ("[40_XYZ, 40]",) * 2]
     assert (types, len(planned)) == (["float32[40_XYZ, 40]"] * 2, 1)

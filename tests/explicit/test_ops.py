@@ -18,8 +18,8 @@ from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes, layout, spec_of
 from scaling.algebra.ops import OP_KINDS, function_name, op_kind
 from scaling.algebra.planner import all_layouts
-from scaling.explicit.beside import jax_layout, spmd_names
 from scaling.explicit.functions import LocalPlan, each_call, read_call
+from scaling.explicit.tracing import jax_layout, spmd_names
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, parse
 

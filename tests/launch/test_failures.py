@@ -15,7 +15,7 @@ from machine import SOON, all_ended, hangs, total
 
 from scaling.collectives import all_reduce, recv, send
 from scaling.launch import RankError, run
-from scaling.launch.process import end_with_parent
+from scaling.launch.ranks import end_with_parent
 from scaling.launch.watch import DIED, LATE, LEFT, RAISED, blame_of
 from scaling.mesh import Mesh
 from scaling.mesh.meeting import RankEnded

@@ -15,7 +15,7 @@ from refused import by_words, refused
 
 from scaling.collectives import all_gather
 from scaling.launch import RankError, can_fork, fit_mesh, parse_mesh, run
-from scaling.launch.process import ready_to_fork
+from scaling.launch.ranks import ready_to_fork
 from scaling.spec import ShardingError
 
 
