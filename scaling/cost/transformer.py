@@ -14,6 +14,7 @@ from scaling.spec import dtype_bytes
 
 REMAT = ("none", "matmuls", "block")
 POLICIES = ("none", "attention", "matmuls", "block")  # on a mesh
+REDUCES = ("each", "once")  # when gradients are scattered: after each microbatch, or once, as sums over all
 
 
 # --- Counting dots -----------------------------------------------------------------------------------------------

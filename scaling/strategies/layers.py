@@ -1,8 +1,9 @@
 """The engine: L layers of any listing, run with as few waits as possible (Part 5).
 
 Each layer's weights are gathered while the layer before computes, and dropped after use, in both passes. Gradients are
-summed over microbatches, and reduced in buckets of layers while the layers below run. The computation of a layer is a
-function that the engine is given: the book's strategies and the Transformer both go through here.
+summed over microbatches, and reduced in buckets of layers while the layers below run; or those of each microbatch are
+reduced, and the results summed. The computation of a layer is a function that the engine is given: the book's
+strategies and the Transformer both go through here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ class Gradient:
         dtype: The dtype in which gradients are added up; None is their own.
         out: The stack [L, *shape] that receives the reduced gradients; None makes one.
         summed: Whether the caller wants the unreduced sums, by `sums`.
+        each: Whether the gradients of each microbatch are reduced. The results are summed, in `out` from zeros on.
     """
 
     def __init__(
@@ -42,13 +44,14 @@ class Gradient:
         dtype: torch.dtype | None,
         out: Tensor | None,
         summed: bool,
+        each: bool,
     ):
         self.name, self.like, self.shape, self.L, self.dtype = name, like, tuple(shape), L, dtype
-        self.out, self.summed = out, summed
+        self.out, self.summed, self.each = out, summed, each
         self.compiling = torch.compiler.is_compiling()  # a compiler would copy tensors that are written in place
         self.stack: Tensor | None = None  # [L, ...], in which unreduced gradients are written, if there is one
         self.unreduced: list[Any] = [None] * L
-        self.reduced: list[Tensor] = []  # [n, *shape] of each bucket of n layers, where there is no stack for them
+        self.reduced: dict[int, Tensor] = {}  # by its first layer, each bucket's [n, *shape], if `out` does not get it
 
     def resume(self, sums: Tensor) -> None:
         """Continue from the unreduced sums [L, ...] of earlier microbatches, which are added to in place."""
@@ -60,7 +63,7 @@ class Gradient:
         """Add a microbatch's gradient of layer l, a tensor or a deferred product, to the sum of those before it."""
         sums, deferred = self.unreduced[l], isinstance(g, Deferred) and not self.compiling
         g = g if deferred or isinstance(g, Tensor) else wait(g)
-        if sums is None and l == self.L - 1 and not self.compiling:
+        if sums is None and l == self.L - 1 and not self.compiling and not self.each:
             if self.out is not None and g.shape == self.shape:  # reducing changes only the values
                 self.stack = self.out
             elif self.summed:
@@ -86,6 +89,8 @@ class Gradient:
     def keep_reduced(self, first: int, end: int, x: Tensor) -> None:
         """Keep the reduced gradients of layers first..end-1, one layer's alone or several stacked.
 
+        Those of a later microbatch are added to the sum of the earlier ones.
+
         Raises:
             ValueError: they have another shape than the leaf's. torch would broadcast them.
         """
@@ -95,14 +100,17 @@ class Gradient:
             order = "return the gradients in SPECS' order of the weights, each reduced to the type of its weight"
             raise ValueError(f"{what}\n  fix: {order}; python -m scaling.check FILE shows the line")
         if self.out is None or self.compiling:
-            self.reduced.insert(0, x)  # buckets come from the last layer down
+            earlier = self.reduced.get(first)
+            self.reduced[first] = x if earlier is None else earlier + x if self.compiling else earlier.add_(x)
+        elif self.each:
+            self.out[first:end].add_(x)
         elif x.is_meta or self.out[first:end].data_ptr() != x.data_ptr():
             self.out[first:end].copy_(x)
 
     def reduced_stack(self) -> Tensor:
         """Return the stack of all layers' reduced gradients."""
         if self.out is None:
-            self.out, self.reduced = torch.cat(self.reduced), []
+            self.out, self.reduced = torch.cat([self.reduced[first] for first in sorted(self.reduced)]), {}
         return self.out
 
     def sums(self) -> Tensor:
@@ -128,6 +136,7 @@ class Layers:
         keep_weights: Whether to gather each layer once and keep its weights.
         late: Whether to reduce nothing before `reduce_all`.
         summed: Whether the caller wants the unreduced sums of all layers, which are then not reduced.
+        each: As in `Gradient`.
         dtype: The dtype in which gradients are added up; None is their own.
         sums: For each leaf, the stack [L, ...] of earlier microbatches' sums, which are added to.
         out: For each leaf, the stack that receives the result.
@@ -149,6 +158,7 @@ class Layers:
         keep_weights: bool = False,
         late: bool = False,
         summed: bool = False,
+        each: bool = False,
         dtype: torch.dtype | None = None,
         sums: Sequence[Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
@@ -156,14 +166,14 @@ class Layers:
         trained: Sequence[int] | None = None,
         gather_back: Callable | None = None,
     ):
-        self.layers, self.mesh, self.gather, self.late = layers, mesh, gather, late
+        self.layers, self.mesh, self.gather, self.late, self.each = layers, mesh, gather, late, each
         self.reduce, self.reduce_slow, self.bucket, self.gather_back = reduce, reduce_slow, bucket, gather_back
         self.held: dict[int, Any] | None = {} if keep_weights else None
         self.grads: list[Gradient] = []
         for i, name in enumerate(names):
             W, stack = layers[0][i if trained is None else trained[i]], None if out is None else out[i]
             shape = W.shape if shapes is None else shapes[i]
-            self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, summed))
+            self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, summed, each))
         for grad, stack in zip(self.grads, sums or (), strict=sums is not None):
             grad.resume(stack)
         self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, the result of `reduce`)
@@ -202,7 +212,7 @@ class Layers:
             kept.append(saved)
         return x, kept
 
-    def backward(self, dx, kept: list, layer: Callable, add: Callable | None = None, *, last=True, donate=True):
+    def backward(self, dx, kept: list, layer: Callable, add: Callable | None = None, *, reduces=True, donate=True):
         """Run dx through all layers, from the last to the first, by `layer(l, W, dx, saved) -> (dx, dW)`; return dx.
 
         Args:
@@ -210,10 +220,10 @@ class Layers:
             kept: The second result of `forward`; with `donate` each layer's part is freed once it has been used.
             layer: One layer's backward; its dx and dW may be pending.
             add: `add(l, dW)` takes a layer's gradients; by default the method `add`.
-            last: Whether no microbatch follows, so that complete gradients are reduced at once.
+            reduces: Whether a layer's gradients are reduced at once: after the last microbatch, or after `each`.
             donate: Whether `kept` may be emptied.
         """
-        add, coming = add or partial(self.add, last=last), self.weights(len(self.layers) - 1, back=True)
+        add, coming = add or partial(self.add, reduces=reduces), self.weights(len(self.layers) - 1, back=True)
         for l in reversed(range(len(self.layers))):
             W = coming
             coming = self.weights(l - 1, back=True)
@@ -223,17 +233,19 @@ class Layers:
             add(l, dW)
             del W, saved, dW
             dx = wait(dx)
+        if self.each:
+            self.settle()  # else whole gradients would be held while the next microbatch runs forward
         return dx
 
-    def add(self, l: int, dW: Sequence, last: bool) -> None:
-        """Add layer l's gradients, tensors or deferred products, to its sums; reduce them after the `last` microbatch.
+    def add(self, l: int, dW: Sequence, reduces: bool) -> None:
+        """Add layer l's gradients, tensors or deferred products, to its sums; start to reduce them if `reduces`.
 
         Buckets are counted from the last layer down, so a bucket is full with the first of its layers.
         """
         for grad, g in zip(self.grads, dW, strict=True):
             grad.accumulate(l, g)
         end = len(self.layers) - (len(self.layers) - 1 - l) // self.bucket * self.bucket
-        if last and l == max(0, end - self.bucket):
+        if reduces and l == max(0, end - self.bucket):
             self.start(l, end)
 
     def start(self, first: int, end: int) -> None:

@@ -241,7 +241,7 @@ class Strategy:
         out = [torch.empty_like(params[name]) for name in self.weights] if own else None
         layers = self.layers(params, mesh, names=self.weights, sums=sums, out=out, bucket=bucket, summed=not reduce)
         layer = functools.partial(self.one_backward, mesh, saved.block, saved.residual)
-        dIn = layers.backward(dOut, saved.layers, layer, last=reduce, donate=donate)
+        dIn = layers.backward(dOut, saved.layers, layer, reduces=reduce, donate=donate)
         found = layers.result() if reduce else [grad.sums() for grad in layers.grads]
         grads = dict(zip(self.weights, found, strict=True))
         return dIn, {name: grads[name] for name in params}

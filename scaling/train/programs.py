@@ -40,7 +40,7 @@ from scaling.train.structure import (
 
 DECIDE = (  # the settings that determine a step
     "batch", "seq", "microbatches", "optimizer", "dtype", "remat", "precision", "zero", "keep_weights", "lora",
-    "lora_on", "lora_alpha", "pipeline",
+    "lora_on", "lora_alpha", "pipeline", "reduce",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from scaling import optim, tree
 from scaling.common.console import integer, number, place
 from scaling.configs import Config
-from scaling.cost.transformer import POLICIES
+from scaling.cost.transformer import POLICIES, REDUCES
 from scaling.models.leaves import matrices_of
 from scaling.models.lora import Lora
 from scaling.scaled import RECIPES
@@ -103,6 +103,12 @@ class Settings:
         "what is sharded over X: the optimizer's state (1), gradients too (2), params too (3: FSDP), or nothing (0)",
         integer(0, 3),
         metavar="0|1|2|3",
+    )
+    reduce: str = as_flag(
+        "once",
+        "when gradients are reduced over X: once, as sums over the microbatches, or after each microbatch, which sends "
+        "more and holds only sums of shards",
+        choices=REDUCES,
     )
     keep_weights: bool = as_flag(
         False, "keep gathered weights to the end of a step; else they are thrown away and gathered again"

@@ -139,7 +139,7 @@ def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limi
             others | params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
             schedule=settings.schedule_on(mesh.sizes), remat=settings.remat, keep_weights=settings.keep_weights,
             seed=seed, sums=sums, scale=scale, zero=zero, lora=settings.adapters, precision=settings.precision,
-            limits=limits, context=settings.context,
+            limits=limits, context=settings.context, reduce=settings.reduce,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh, limits.row)
 

@@ -99,7 +99,7 @@ def structure_of(
     small = replace(
         Settings(model.with_(**changes), "", ""), microbatches=M, seq=at["T"], dtype=settings.dtype,
         batch=M * at["b"] * prod(axes.get(axis, 1) for axis in "PXE"), remat=settings.remat, zero=settings.zero,
-        keep_weights=settings.keep_weights, pipeline=settings.pipeline,
+        keep_weights=settings.keep_weights, pipeline=settings.pipeline, reduce=settings.reduce,
     )  # fmt: skip
     sums: tuple = ("T-1", at["T"] - 1), *((("E+1", El * E + 1),) if model.moe and (E > 1 or "El" in loop) else ())
     if packed := packed_sizes(settings, sizes):
@@ -150,7 +150,8 @@ def resolved(settings: Settings, sizes: Mapping[str, int]) -> tuple[dict, TrainS
     params, (tokens, targets, _) = step_shapes(settings, mesh)
     options = StepOptions(
         microbatches=settings.microbatches, schedule=settings.schedule_on(sizes), remat=settings.remat,
-        zero=settings.zero, lora=settings.adapters, precision=settings.precision, context=settings.context,
+        zero=settings.zero, reduce=settings.reduce, lora=settings.adapters, precision=settings.precision,
+        context=settings.context,
     )  # fmt: skip
     if (C := sizes.get("C", 1)) > 1:
         check_length(settings.context, settings.seq, C)

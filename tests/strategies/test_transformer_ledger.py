@@ -23,7 +23,7 @@ from scaling.trace.peak import peak_memory
 
 def traced(config, sizes, step=transformer.loss_and_grads, **options):
     mesh = AbstractMesh(sizes)
-    params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh))
+    params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh, zero=options.get("zero", 3)))
     tokens = tree.shard(torch.empty(B, T, dtype=torch.int64, device="meta"), str(present("t[B_PXE, T_C]", mesh)), mesh)
     with trace() as log:
         step(params, tokens, tokens, config, mesh, **options)
@@ -41,24 +41,29 @@ def test_gathers_and_reductions_are_under_way_while_a_layer_computes():
     assert all(ops[a:b].count("Einsum") >= 14 for a, b in itertools.pairwise(starts[:L]))
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_bytes_are_part_5_s(keep):
+XY, TWO, EACH, STREAMS = {"X": 2, "Y": 2}, {"microbatches": 2}, {"reduce": "each"}, {("AllGather", "Y"): 2 * PLAIN.L}
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers", "scatters"), [({}, 2, 1), ({"keep_weights": True}, 1, 1), (TWO, 4, 1), (TWO | EACH, 4, 2)]
+)
+def test_bytes_are_part_5_s(options, gathers, scatters):
     """Over X a layer's weights are gathered in both passes, or once if they are kept, those of the ends once, and each
-    gradient is scattered once; over Y the residual stream goes four times a layer.
+    gradient is scattered once, or after each microbatch; over Y the residual stream goes four times a layer.
 
     Every other collective moves one number a token, or a gain.
     """
     X, Y, c = 2, 2, PLAIN
     moved = Counter()
-    for event in traced(c, {"X": X, "Y": Y}, keep_weights=keep).collectives():
+    for event in traced(c, {"X": X, "Y": Y}, **options).collectives():
         moved[event.op, "".join(event.axes)] += event.nbytes
     layer = (2 * c.N * c.H + 2 * c.K * c.H + 3 * c.F) * c.D
     weights, tokens = (c.L * layer + 2 * c.V * c.D) // Y * 4, B // X * T * 4
     stream = (4 * c.L + 2) * tokens * c.D  # and once each for embedding and head, forward and backward together
     gains = (2 * c.L + 1) * c.D * 4
     assert moved == {
-        ("ReduceScatter", "X"): weights,
-        ("AllGather", "X"): weights + (0 if keep else c.L * layer // Y * 4),
+        ("ReduceScatter", "X"): scatters * weights,
+        ("AllGather", "X"): weights + (gathers - 1) * c.L * layer // Y * 4,
         ("AllGather", "Y"): stream,
         ("ReduceScatter", "Y"): stream,
         ("AllReduce", "Y"): 4 * tokens,  # the largest logit of each token, and three sums over V
@@ -78,7 +83,6 @@ def test_a_layer_of_latents_sends_and_multiplies_by_the_closed_form():
     assert sum(moves[0]) - sum(moves[1]) == 2 * 4 * (B // X) * T * (latents + 3 * c.D)
 
 
-XY, TWO, STREAMS = {"X": 2, "Y": 2}, {"microbatches": 2}, {("AllGather", "Y"): 2 * PLAIN.L}
 MORE = [  # of a mesh, with options or others, what these send more: nothing is repeated whose result nobody reads
     (PLAIN, XY, {}, {"remat": "attention"}, {}),
     (PLAIN, XY, {}, {"remat": "matmuls"}, STREAMS),  # of a layer the two streams y over Y
@@ -88,6 +92,10 @@ MORE = [  # of a mesh, with options or others, what these send more: nothing is 
     # weights that stay: else a layer's, which travel together, are gathered in both passes of each microbatch
     (PLAIN, {"X": 2}, TWO | {"keep_weights": True}, TWO, {("AllGather", "X"): 3 * PLAIN.L}),
     (PLAIN, {"Z": 2, "X": 2}, TWO | {"keep_weights": True}, TWO, {("AllGather", "X"): 3 * PLAIN.L // 2}),
+    # gradients that are scattered twice, a layer's together, beside those of the two tables; stages sum the tables'
+    (PLAIN, {"X": 2}, TWO, TWO | EACH, {("ReduceScatter", "X"): PLAIN.L + 2}),
+    (PLAIN, {"P": 2, "X": 2}, TWO | {"zero": 2}, TWO | EACH | {"zero": 2}, {("ReduceScatter", "X"): PLAIN.L + 2}),
+    (PLAIN, {"Z": 2, "X": 2}, TWO, TWO | EACH, {("ReduceScatter", "X"): PLAIN.L // 2}),
 ]
 
 
@@ -123,13 +131,14 @@ def test_what_is_computed_again_is_the_formula(config):
 
 
 LARGE, X = Config("large", 8, 1024, 4096, 8, 8, 128, 64), 4
+LAYER = 4 * (4 * LARGE.D * LARGE.N * LARGE.H + 3 * LARGE.D * LARGE.F)  # bytes of its matrices
 
 
 def peak(config, tokens, step, **options):
     """Bytes of one rank of X=4: params, and all that the step makes."""
     mesh = AbstractMesh({"X": X})
-    params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh))
-    ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+    params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh, zero=options.get("zero", 3)))
+    ids = torch.empty(options.get("microbatches", 1), tokens, dtype=torch.int64, device="meta")
     with peak_memory() as memory:
         tree.map(torch.sum, params)  # so that they count already
         step(params, ids, ids, config, mesh, **options)
@@ -141,14 +150,13 @@ def closed_form(remat, tokens, keep_weights):
     own computed again, its weights and the next ones gathered, its gradients whole and those of the layer above being
     reduced, the others' shards, and what lies between its lines: dAct, dTmp and dGate, and two of the stream."""
     c, L = LARGE, LARGE.L
-    layer = 4 * (4 * c.D * c.N * c.H + 3 * c.D * c.F)
     saved, every = (tm.saved_bytes(c, tokens, policy, "fp32") / L for policy in (remat, "none"))
     between = every - saved + 4 * tokens * (3 * c.F + 2 * c.D)
 
     def held(l):
         gathered = L if keep_weights else min(2, l + 1)
         under_way, done = int(l < L - 1) * (1 + 1 / X), max(0, L - 2 - l) / X
-        return (l + 1) * saved + between + layer * (L / X + gathered + 1 + under_way + done)
+        return (l + 1) * saved + between + LAYER * (L / X + gathered + 1 + under_way + done)
 
     return largest(held(l) for l in range(L))
 
@@ -159,6 +167,13 @@ def test_peak_is_the_closed_form(remat, keep_weights):
     tokens = 2048 if keep_weights else 4096
     held = peak(LARGE, tokens, transformer.loss_and_grads, remat=remat, keep_weights=keep_weights)
     assert held == pytest.approx(closed_form(remat, tokens, keep_weights), rel=0.05)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_sums_after_each_microbatch_are_of_shards(zero):
+    given = LARGE, 64, transformer.loss_and_grads
+    once, each = (peak(*given, zero=zero, **TWO, reduce=reduce) for reduce in ("once", "each"))
+    assert once - each == pytest.approx(LARGE.L * LAYER * (1 - 1 / X), rel=1e-3)
 
 
 def test_the_loss_alone_computes_a_third_of_a_step_and_holds_the_weights_of_two_layers():

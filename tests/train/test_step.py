@@ -36,6 +36,7 @@ from scaling.train.step_count import count
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
 EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)
 STEPS = {"fp64": (1e-12, 1e-10), "fp16": (2e-3, 5e-3)}  # how far losses and params are from one device's
+EACH = {"dtype": "fp64", "reduce": "each"}  # microbatch
 SCALES = [(2.0**30, 2.0**29, 0), (2.0**16, 2.0**16, 1), (2.0**16, 2.0**16, 2)]  # that used, the next, the updates
 
 
@@ -147,9 +148,9 @@ def test_what_is_no_graph_is_refused_by_name():
     (EXPERTS.with_(shared=1, shared_gate=True), {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
     (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
     (MODEL.with_(L=5, F=256), {"Z": 2}, {"dtype": "fp64", "microbatches": 2, "pipeline": "interleaved:2"}),
-    (MODEL.with_(L=4, F=256), {"Z": 2, "X": 2}, {"dtype": "fp64", "microbatches": 4, "pipeline": "interleaved:2"}),
+    (MODEL.with_(L=4, F=256), {"Z": 2, "X": 2}, EACH | {"microbatches": 4, "pipeline": "interleaved:2"}),
     (MODEL.with_(K=1, L=6, sinks=True, score_cap=2.0), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon"}),
-    (MODEL.with_(tied=True), {"X": 2, "Y": 2}, {"dtype": "fp64", "zero": 1, "optimizer": "muon", "microbatches": 2}),
+    (MODEL.with_(tied=True), {"X": 2, "Y": 2}, EACH | {"zero": 1, "optimizer": "muon", "microbatches": 2}),
     (EXPERTS.with_(L=3, dense_layers=1, F_dense=64), {"Z": 2, "X": 2}, {"dtype": "fp64", "zero": 2, "remat": "block"}),
 ], ids=lambda x: "" if hasattr(x, "L") else str(x))  # fmt: skip
 def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes, options):

@@ -46,7 +46,9 @@ def drawn(kind: str, seed: int) -> tuple:
     )  # fmt: skip
     coord = {axis: sizes[axis] - 1 for axis in "ZC" if axis in sizes and (axis == "C" or draw.random() < 0.5)}
     pipeline = pick(["1f1b", "zb-h1", "interleaved:2", "dualpipev"]) if "Z" in sizes and M == 8 else "1f1b"
-    return replace(settings, pipeline=pipeline), sizes, coord, pick(["gloo", "abstract"]), pick([False, True])
+    backend, documents = pick(["gloo", "abstract"]), pick([False, True])
+    reduce = pick(["once", "each"]) if settings.zero else "once"
+    return replace(settings, pipeline=pipeline, reduce=reduce), sizes, coord, backend, documents
 
 
 @pytest.mark.parametrize("kind", KINDS)

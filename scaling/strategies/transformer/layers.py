@@ -99,10 +99,15 @@ def gather_ends(params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines])
     return dict(zip(ends, map(wait, pending), strict=True))
 
 
-def reduce_ends(dW: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
-    """Reduce gradients of params outside the layers to the types of the stored params."""
-    of_each = [*map(lines.__getitem__, dW)]
-    return dict(zip(dW, total_leaves(scatter_leaves([*dW.values()], mesh, of_each), mesh, of_each), strict=True))
+def scatter_ends(dW: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
+    """Reduce-scatter gradients of params outside the layers; what `total_ends` sums is still unreduced."""
+    pending = scatter_leaves([*dW.values()], mesh, [*map(lines.__getitem__, dW)])
+    return dict(zip(dW, map(wait, pending), strict=True))
+
+
+def total_ends(dW: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
+    """Finish the reduction of gradients of params outside the layers to the types of the stored params."""
+    return dict(zip(dW, total_leaves([*dW.values()], mesh, [*map(lines.__getitem__, dW)]), strict=True))
 
 
 def add_by_name(sums: dict, dW: dict, dtype: torch.dtype) -> None:
@@ -237,7 +242,7 @@ class LayerStack:
         keeps = options.keep_weights or on_tape
         self.engine = Layers(
             layers, step.mesh, gather, reduce, names=names, keep_weights=keeps, late=late, dtype=step.sums, out=out,
-            shapes=shapes, trained=trained, gather_back=gather_back,
+            shapes=shapes, trained=trained, gather_back=gather_back, each=step.each,
         )  # fmt: skip
 
     def run_forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
@@ -253,7 +258,7 @@ class LayerStack:
         x, kept = self.engine.forward(x, run_layer)
         return x, sum(terms), kept_below + kept
 
-    def run_backward(self, dx: Tensor, kept: list, at: Context, scale: float, last: bool = False) -> Tensor:
+    def run_backward(self, dx: Tensor, kept: list, at: Context, scale: float, reduces: bool = False) -> Tensor:
         """Return dx of the first layer's input from that of the last one's result; `kept` is emptied.
 
         Args:
@@ -261,7 +266,7 @@ class LayerStack:
             kept: The third result of `run_forward`.
             at: The context of the microbatch.
             scale: The cotangent of the extra terms.
-            last: Whether no microbatch follows.
+            reduces: Whether a layer's gradients are reduced at once, while the layers below run.
         """
 
         def run_layer_backward(l: int, W: list, dx: Tensor, saved):
@@ -271,11 +276,13 @@ class LayerStack:
             dx, dW = layer_backward(self.structure.unflatten(W[:n]), dx, saved, own, scale)
             return dx, self.trained.flatten_up_to(dW)
 
-        dx = self.engine.backward(dx, kept, run_layer_backward, last=last)
-        return self.below.run_backward(dx, kept, at, scale, last) if self.below else dx
+        dx = self.engine.backward(dx, kept, run_layer_backward, reduces=reduces)
+        return self.below.run_backward(dx, kept, at, scale, reduces) if self.below else dx
 
     def reduce_all(self) -> None:
-        """Start to reduce the gradients of all layers."""
+        """Start to reduce the gradients of all layers, unless that is done after `each` microbatch."""
+        if self.step.each:
+            return
         self.engine.reduce_all()
         if self.below:
             self.below.reduce_all()
@@ -313,13 +320,15 @@ def stacks_of_kinds(step: TrainStep, params: Mapping) -> LayerStack:
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
     """Return the loss and the gradients where every rank has all layers.
 
-    Gradients are summed over microbatches, then reduced. A table of the vocabulary is freed after its last use.
+    Gradients are summed over microbatches, then reduced; or reduced after each, and the shards summed. A table of the
+    vocabulary is freed after its last use.
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
     ends = gather_ends(params, mesh, step.lines)
     layers = stacks_of_kinds(step, params) if step.config.linear else LayerStack(step, params)
-    losses, dends, grads, size, late = [], {}, {}, len(ends["embed"]), step.options.zero == 1
+    late = step.options.zero == 1 and not step.each
+    losses, dends, scattered, size = [], {}, {}, len(ends["embed"])
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
     microbatches = zip(batch.contexts, *shares, strict=True)
     for m, (at, tokens, targets, weights) in enumerate(microbatches):
@@ -335,17 +344,21 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         del x, dW
         if last:
             ends.clear()
+        if reduces := last or step.each:
             first = {}
             for name in ("embed", "positions"):  # the first layer's input adds to these
                 if name in dends:
                     first[name] = dends.pop(name)
-            grads, dends = reduce_ends(dends, mesh, step.lines), first  # no name holds the others' whole gradients
-        dx = layers.run_backward(dx, kept, at, scale / M, last=last and not late)
+            add_by_name(scattered, scatter_ends(dends, mesh, step.lines), step.sums)
+            dends = first  # no name holds the others' whole gradients
+        dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not late)
         if not lora:
             add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
+        if reduces:
+            add_by_name(scattered, scatter_ends(dends, mesh, step.lines), step.sums)
+            dends = {}
     if late:
         layers.reduce_all()
-    grads |= reduce_ends(dends, mesh, step.lines)
-    found = layers.gradients()
+    grads, found = total_ends(scattered, mesh, step.lines), layers.gradients()
     grads |= {"lora": found} if lora else found
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads

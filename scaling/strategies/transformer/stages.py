@@ -31,8 +31,9 @@ from scaling.strategies.transformer.layers import (
     LocalBatch,
     add_by_name,
     gather_ends,
-    reduce_ends,
+    scatter_ends,
     stacks_of_kinds,
+    total_ends,
     total_leaves,
 )
 from scaling.strategies.transformer.step import TrainStep, at_home
@@ -47,7 +48,8 @@ def stage_of(
     These get the layers' extra terms, the gradients of the `dense` layers on the stage that runs them, and the
     embedding's gradients on the first stage. The vjp of a layer returns dx and dW together, so the weight half of a
     backward has nothing left to do. The first stage embeds each microbatch when its forward begins, so it never holds x
-    or dx of the whole batch.
+    or dx of the whole batch. With `reduce` "each" a layer's gradients are reduced in the backward of each microbatch;
+    those of the ends once.
     """
     config, contexts, ranges = step.config, batch.contexts, layers_of(step.config, step.schedule)
     extras, of_dense, embedding, M = [], [], {}, len(batch.contexts)
@@ -57,7 +59,7 @@ def stage_of(
         tree.map(Tensor.zero_, out)
         first, count = ranges[s].start, len(ranges[s])
         out = [stack[:count] for stack in tree.leaves(out)]
-        return LayerStack(step, {"dense": dense} | params, first=first, count=count, out=out, late=True)
+        return LayerStack(step, {"dense": dense} | params, first=first, count=count, out=out, late=not step.each)
 
     def embeds(chunk) -> bool:
         return chunk.first == config.dense_layers
@@ -71,7 +73,7 @@ def stage_of(
 
     def backward_input(chunk, dOut, saved, mesh):
         kept, m = saved
-        dx = chunk.run_backward(dOut, kept, contexts[m], step.options.scale / M)
+        dx = chunk.run_backward(dOut, kept, contexts[m], step.options.scale / M, reduces=step.each)
         if not embeds(chunk):
             return dx, None
         if step.options.lora is None:
@@ -151,7 +153,8 @@ def stage_ends(params: dict, step: TrainStep) -> dict[str, Tensor]:
 
 def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep) -> dict[str, Tensor]:
     """Reduce this stage's gradients of the ends, unreduced over what splits the tokens, and type them as the params."""
-    mesh, done = step.mesh, reduce_ends(dW, step.mesh, step.lines)
+    mesh, lines = step.mesh, step.lines
+    done = total_ends(scatter_ends(dW, mesh, lines), mesh, lines)
     for name, home in step.homes.items():
         there = parse(at_home(step.reduced[name]))
         if name not in done:

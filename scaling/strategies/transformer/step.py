@@ -21,6 +21,7 @@ from scaling.collectives.checked import spoken
 from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.common.limits import LIMITS, Limits
 from scaling.configs import Config
+from scaling.cost.transformer import REDUCES
 from scaling.mesh import Group
 from scaling.models.inputs import check_ids, check_segments, check_weights
 from scaling.models.leaves import STACKS, matrices_of, without
@@ -52,6 +53,8 @@ class StepOptions:
         z_loss: As in `ends.Terms`.
         context: The form of attention over C.
         zero: The stage of ZeRO, given to `specs` and `grad_specs`.
+        reduce: When gradients are reduced over X: `once`, as whole sums over microbatches, or after `each` microbatch.
+            A rank then holds sums of its shards alone, and sends as many times more as there are microbatches.
         sums: The dtype in which gradients are added up over microbatches and ranks, and returned; None is the params'.
         scale: The factor by which cotangents are multiplied, and gradients divided at the end: for float16, a power
             of two.
@@ -70,6 +73,7 @@ class StepOptions:
     z_loss: float = 0.0
     context: str = "zigzag"
     zero: int = 3
+    reduce: str = "once"
     sums: "torch.dtype | None" = None
     scale: float = 1.0
     lora: "Lora | None" = None
@@ -134,6 +138,11 @@ class TrainStep(NamedTuple):
     gone: frozenset[str]
     group: Group | None
     call: str
+
+    @property
+    def each(self) -> bool:
+        """Whether gradients are reduced after each of several microbatches."""
+        return self.options.reduce == "each" and self.options.microbatches > 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -308,7 +317,13 @@ def check_batch(tokens: Tensor, targets: Tensor, options: StepOptions, config: C
     remat, context, microbatches = options.remat, options.context, options.microbatches
     one_of("remat", remat, tuple(REMAT))
     one_of("context", context, FORMS)
+    one_of("reduce", options.reduce, REDUCES)
     whole(microbatches=microbatches)
+    if options.reduce == "each" and not options.zero:
+        raise ValueError(
+            'reduce="each" with zero=0\n  rule: without ZeRO every rank holds whole gradients, so reducing them after '
+            'each microbatch saves nothing\n  fix: choose zero=1, 2 or 3, or reduce="once"'
+        )
     if config.moe and remat not in ("none", "block"):
         raise ValueError(f'remat="{remat}" cannot be used with experts\n  fix: choose remat="block" or "none"')
     if config.moe and config.capacity is not None and context == "zigzag" and mesh.sizes.get("C", 1) > 1:
