@@ -92,7 +92,8 @@ def test_the_command_prints_what_its_json_says(capsys):
     shown = capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)[0]
-    assert f"apart, training on {best['train_chips']} of the chips and writing on {best['write_chips']}." in shown
+    assert f"Best: {'apart' if best['apart'] else 'colocated'}, " in shown
+    assert f"A step takes {best['step_seconds']:.3g} s" in shown
     assert max(map(len, shown.splitlines())) <= 100
     assert main(["posttrain", "--model", "llama3-8b", "--chip", "h100", "--chips", "1009", "--prompts", "8"]) == 0
     assert "on 1,009 h100" in capsys.readouterr().out  # which no layout trains on all together

@@ -106,7 +106,8 @@ def test_the_forecast_explains_how_the_share_of_the_bound_falls_with_tp():
         assert likely.seconds == pytest.approx(sum(likely.parts.values()))
         assert likely.seconds == pytest.approx(1e-3 * (measured * VLLM[key]) ** 0.5, rel=0.25)
         shares[key] = (one.step.kv + one.step.weights) / likely.seconds
-    assert [round(shares[8, ranks], 1) for ranks in (1, 2, 4, 8)] == [0.6, 0.5, 0.4, 0.2]
+    # Between the shares measured in vLLM, .55 .48 .35 .22, and in TensorRT-LLM, .66 .57 .42 .25.
+    assert [shares[8, ranks] for ranks in (1, 2, 4, 8)] == pytest.approx([0.60, 0.52, 0.38, 0.23], abs=0.06)
 
 
 @pytest.mark.parametrize(

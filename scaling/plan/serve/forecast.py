@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TABLE = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
 ERRORS = TABLE["errors"]  # (the median error, the rows), by kind of chip and by engine
 MEASURED = TABLE["on"]  # the chips of these rows
+AT_ONCE = 0.5  # the share of other requests whose prompts run before a request's own if all come at once
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ class FirstWork:
         layers: The number of layers whose kernels start.
         latent: Whether the model has latent attention.
         experts: Whether the model has experts.
-        fp4: Whether the chips have FP4.
+        fp4: Whether the chips have FP4, and the weights are quantized.
         batch: The number of requests at once.
         dp_attention: Whether attention is data parallel, so that its replicas have different requests.
         token: Seconds of a token.
+        waves: Whether all requests come at once and end at once, so that all prompts run before any decode step.
     """
 
     peak: Amount
@@ -106,6 +108,7 @@ class FirstWork:
     batch: Amount
     dp_attention: Amount
     token: Amount
+    waves: Amount = False
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,12 @@ class EngineRates:
         layer: Seconds for starting the kernels of a prompt's layer, which no graph has captured.
         dense: The time of a dense model's prompt as a multiple of its FLOPs' time at the peak.
         experts: The multiple for models with experts.
-        fp4: A further multiple on chips with FP4, whose kernels are younger and farther from their peaks.
-        queue: The prompts that run before a request's own, as a share of the other requests; 0.5 if all come at once.
+        fp4: A further multiple for quantized weights on chips with FP4, whose kernels are younger and farther from
+            their peaks.
+        queue: The prompts that run before a request's own, as a share of the other requests; at most AT_ONCE.
         steps: The decode steps that run before the first text is sent.
         burst: Seconds for each square root of the number of requests, as bursts of random arrivals grow with it.
-        fp4_burst: A further multiple of `burst` on chips with FP4.
+        fp4_burst: A further multiple of `burst` where `fp4` counts.
         latent: A further multiple of `layer` for latent attention.
         dp_attention: A further multiple of `queue` for data parallel attention, whose replicas wait for each other.
     """
@@ -147,8 +151,9 @@ class EngineRates:
 
     def first(self, work: FirstWork) -> Amount:
         """Return the seconds to the first token, where prompts run between the steps."""
-        before = self.queue * np.where(work.dp_attention, self.dp_attention, 1.0) * (work.batch - 1)
-        burst = self.burst * np.where(work.fp4, self.fp4_burst, 1.0) * work.batch**0.5
+        queue = np.minimum(AT_ONCE, self.queue * np.where(work.dp_attention, self.dp_attention, 1.0))
+        before = np.where(work.waves, AT_ONCE, queue) * (work.batch - 1)
+        burst = np.where(work.waves, 0.0, self.burst * np.where(work.fp4, self.fp4_burst, 1.0) * work.batch**0.5)
         return self.starts(work) + (1 + before) * self.prompt(work) + self.steps * work.token + burst
 
 
@@ -175,9 +180,8 @@ class PromptRun:
         """Return the work of a prompt on GPUs where `ranks` chips share a sequence's attention."""
         s, c, chip = self.service, self.service.config, self.chip
         sent = 2 * c.L * 2 * s.prompt * c.D / chip.bandwidth("node") if ranks > 1 else 0.0  # switches add partial sums
-        return FirstWork(
-            self.peak, sent, c.L, bool(c.latent), c.moe, "fp4" in dict(chip.peaks), batch, ranks < self.chips, token
-        )  # fmt: skip
+        fp4 = "fp4" in dict(chip.peaks) and s.weights != "bf16"
+        return FirstWork(self.peak, sent, c.L, bool(c.latent), c.moe, fp4, batch, ranks < self.chips, token)
 
     @property
     def peak(self) -> float:

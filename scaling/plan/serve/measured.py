@@ -5,13 +5,19 @@ forecast is judged by rows that it is not fitted to: the groups of model, chip, 
 and the rates that fit one half forecast the other. The last lines printed are rates.toml, fitted to all rows.
 
 Left out are other models than MODELS, repeated rows, rows whose caches do not fit, and prompts that ran on other chips.
+
+Three sets of rows say how they were measured. In SGLang's of Qwen3-32B all requests come and end together: the first
+token takes half of the time of all prompts, and a further one waits for half as many prompts as in vLLM's, whose
+requests are staggered. In TensorRT-LLM's of Llama-3.1-8B one request of each batch waits until another ends: the first
+token is late by the time of a request divided by the batch. Its servers of Llama-3.1-70B send 20 tokens at a time if
+1,024 are generated.
 """
 
 import csv
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +39,7 @@ MODELS = {
 }  # fmt: skip
 # The search for an engine's rates begins with these.
 START = EngineRates(1e-3, 1.5, 3.0, 1.5, 0.08, 3.0, 0.01, 1.5, 2.0, 2.0)
-SENT_LATER = 19  # TensorRT-LLM's servers of Llama-3.1-70B send 20 tokens at a time if 1,024 are generated
+SENT_LATER = 19  # further tokens that are sent with the first one
 ROUNDS, WIDEST, LEAST = 40, 0.7, 2e-3  # of the search for rates: its rounds, and its steps in log(rate)
 MANY, FAR = 10, 0.6  # groups of as many rows, and the error beyond which they are counted
 
@@ -43,14 +49,15 @@ class MeasuredRow:
     """A measured row: the plan, and the seconds to the first token and of each further one.
 
     `experts`: the chips among which whole experts are divided; `late`: how many further tokens are generated before
-    the first text is sent.
+    the first text is sent, on average; `waves`: whether all requests come and end together.
     """
 
     plan: ServingPlan
     experts: int
     first: float
     token: float
-    late: int
+    late: float
+    waves: bool
 
     @property
     def key(self) -> tuple:
@@ -84,17 +91,21 @@ def measured_rows(path: Path) -> Iterator[MeasuredRow]:
         chips = split if split == n["moe_ep_size"] > 1 else max(n["tp_size"], replicas)
         sizes = (("Y", 1), ("E", chips)) if replicas > 1 else (("Y", chips),)
         compute = dtype if dtype in dict(on.peaks) and dtype != "int4" else "bf16"
+        kv = "fp8" if dtype in ("fp8", "fp4") and row["backend"] != "sglang" else "bf16"  # SGLang's default
         service = Service(
-            get(MODELS[name]), n["isl"] + n["osl"], n["osl"], dtype, "fp8" if dtype in ("fp8", "fp4") else "bf16",
-            compute, over_time=True, engine=row["backend"],
+            get(MODELS[name]), n["isl"] + n["osl"], n["osl"], dtype, kv, compute, over_time=True, engine=row["backend"]
         )  # fmt: skip
         batch = n["batch_size"] * replicas
         batch = max(1, round(batch / chips)) * chips if replicas > 1 else batch
         plan = ServingPlan(service, on, (chips,), "heads", sizes, batch)
         elsewhere = row["backend"] == "trtllm" and row["system"] == "gb200"  # prompts ran on other chips
         times = float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3
-        late = (row["backend"], name, n["osl"]) == ("trtllm", "Llama-3.1-70B", 1024) and (on.name, chips) != ("h200", 8)
-        found = MeasuredRow(plan, min(n["moe_ep_size"], chips), *times, SENT_LATER * late)
+        run, late = (row["backend"], name), 0.0
+        if run == ("trtllm", "Llama-3.1-8B-Instruct"):
+            late = n["osl"] / batch
+        elif run == ("trtllm", "Llama-3.1-70B") and n["osl"] == 1024 and (on.name, chips) != ("h200", 8):
+            late = SENT_LATER
+        found = MeasuredRow(plan, min(n["moe_ep_size"], chips), *times, late, run == ("sglang", "Qwen3-32B"))
         if plan.fits and not elsewhere and found not in seen:
             seen.add(found)
             yield found
@@ -174,12 +185,13 @@ def fit_halves(
 def token_seconds(rows: Sequence[MeasuredRow]) -> Callable[[Rates], np.ndarray]:
     """Return the function from rates to the seconds of a token of each row."""
     work = stacked_work([forecast.token_work(row.plan) for row in rows])
+    work = replace(work, prompts=work.prompts * np.where([row.waves for row in rows], forecast.AT_ONCE, 1.0))
     return lambda rates: rates.token(work).seconds
 
 
 def first_seconds(rows: Sequence[MeasuredRow]) -> Callable[[EngineRates], np.ndarray]:
     """Return the function from an engine's rates to the seconds to the first token of each row."""
-    work = stacked_work([forecast.first_work(row.plan) for row in rows])
+    work = replace(stacked_work([forecast.first_work(row.plan) for row in rows]), waves=[row.waves for row in rows])
     late = np.array([row.late * likely_token(row.plan).seconds for row in rows])
     return lambda engine: engine.first(work) + late
 
