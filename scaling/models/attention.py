@@ -35,17 +35,26 @@ def first_seen(place: Any, window: int, chunked: bool) -> Any:
     return place - place % window if chunked else place - window + 1
 
 
-def within_chunks(
-    attend: Callable, length: int, at: Tensor, places: Tensor, Q, K, V, *, window=None, **given
-) -> Tensor:
-    """Attend within chunks of `window` tokens, which `attend` masks as documents; a window of None sees all.
+def in_chunks(
+    window: int | None, length: int, at: Tensor, places: Tensor, segments: Tensor | None
+) -> tuple[None, Tensor | None]:
+    """Return the (window, segments) by which attention masks chunks of `window` tokens, as documents.
 
-    Each document is cut into chunks separately. A token has the position at[T_C] in the sequence of `length` tokens,
-    and places[B, T_C] or [T_C] in its document. Scores of other chunks are computed and masked.
+    A window of None sees all. Each document is cut into chunks separately. A token has the position at[T_C] in the
+    sequence of `length` tokens, and places[B, T_C] or [T_C] in its document. Scores of other chunks are computed and
+    masked. The new segments are [1, T_C] if all rows are alike.
     """
-    if window is not None and window < length:
-        given["segments"] = (at - places % window).expand(len(Q), -1)  # each chunk is named by its first token
-    return attend(Q, K, V, **given)
+    if window is None or window >= length:
+        return None, segments
+    return None, torch.atleast_2d(at - places % window)  # each chunk is named by its first token
+
+
+def within_chunks(
+    attend: Callable, length: int, at: Tensor, places: Tensor, Q, K, V, *, window=None, segments=None, **given
+) -> Tensor:
+    """Attend within chunks, as `in_chunks` says."""
+    window, segments = in_chunks(window, length, at, places, segments)
+    return attend(Q, K, V, window=window, segments=segments, **given)
 
 
 def visible(
@@ -83,25 +92,48 @@ def sdpa(
         return dot_product_attention(Q, K, V, window=window, segments=segments, scale=scale, cap=cap, sinks=sinks)
     T, S = Q.shape[1], K.shape[1]
     plain = segments is None and (window is None or window >= S) and (T == S or T == 1)
-    mask = None if plain else _mask(Q, K, window, segments)
-    heads, grouped = (Q.transpose(1, 2), K.transpose(1, 2), V.transpose(1, 2)), K.shape[2] < Q.shape[2]
     try:
-        O = F.scaled_dot_product_attention(
-            *heads, attn_mask=mask, is_causal=plain and T > 1, scale=scale, enable_gqa=grouped
-        )
+        return _by_kernel(Q, K, V, None if plain else _mask(Q, K, window, segments), scale)
     except NotImplementedError:
         return dot_product_attention(Q, K, V, window=window, segments=segments, scale=scale)
-    return O.transpose(1, 2)
 
 
-def fused(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, cap=None, sinks=None) -> Tensor:
-    """Attend as `sdpa`, but on the meta device by a kernel that never stores all scores, where `sdpa` has one.
+def _by_kernel(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Attend by torch's kernel; without a mask a query sees all keys up to its own, and a single one sees all."""
+    heads, grouped = (Q.transpose(1, 2), K.transpose(1, 2), V.transpose(1, 2)), K.shape[2] < Q.shape[2]
+    causal = mask is None and Q.shape[1] > 1
+    given: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
+    return F.scaled_dot_product_attention(*heads, **given).transpose(1, 2)
 
-    On that device torch would choose the form that stores them, and a count of memory would include them.
+
+def shared_mask(
+    window: int | None, T: int, segments: Tensor | None, dtype: torch.dtype, device, scored: bool
+) -> Tensor | None:
+    """Return the mask of `fused` for all layers with this window, or None where causality is all.
+
+    It is added to the scores, 0 or -inf, [T, T] or [B, 1, T, T]: the kernel would make and save such a mask of a bool
+    in each layer. Where the scores are stored (`scored`), it is the bool `hidden` of `attend_scores`.
     """
-    if not Q.is_meta or cap is not None or sinks is not None:
-        return sdpa(Q, K, V, window=window, segments=segments, cap=cap, sinks=sinks)
-    mask = None if window is None and segments is None else _mask(Q, K, window, segments).to(Q.dtype)
+    if not scored and segments is None and (window is None or window >= T):
+        return None
+    keys = torch.arange(T, device=device)
+    hidden = ~visible(keys, keys, window, segments, segments)
+    if segments is not None:
+        hidden = hidden[:, None]
+    if scored:
+        return hidden if segments is None else hidden[:, None]
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
+
+
+def fused(Q: Tensor, K: Tensor, V: Tensor, *, mask: Tensor | None = None, cap=None, sinks=None) -> Tensor:
+    """Attend by a kernel, with a `shared_mask`; scores with a cap or sinks are computed and stored.
+
+    On the meta device torch would choose the form that stores all scores, and a count of memory would include them.
+    """
+    if cap is not None or sinks is not None:
+        return attend_scores(Q, K, V, mask, None, cap, sinks)
+    if not Q.is_meta:
+        return _by_kernel(Q, K, V, mask)
     heads = (x.transpose(1, 2) for x in (Q, K, V))
     return flash_cpu(*heads, 0.0, mask is None, attn_mask=mask)[0].transpose(1, 2)
 
@@ -118,7 +150,7 @@ def dot_product_attention(
 
 
 def attend_scores(
-    Q: Tensor, K: Tensor, V: Tensor, hidden: Tensor, scale: float | None, cap: float | None, sinks: Tensor | None
+    Q: Tensor, K: Tensor, V: Tensor, hidden: Any, scale: float | None, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Attend where `hidden`, of a shape that broadcasts to scores[B, K, G, T, S], is False."""
     q = _grouped(Q, K.shape[2])

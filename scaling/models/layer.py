@@ -69,7 +69,9 @@ class Context(NamedTuple):
         config: The model.
         mesh: The mesh.
         rope: The tables of this rank's T_C positions, as `turned_heads` takes them; before `of_layer`, of each layer.
-        attend: attend(Q, K, V) -> O[B, T_C, N_Y, H] of one layer; before `of_layer`, it takes the layer's window, too.
+        attend: attend(Q, K, V) -> O[B, T_C, N_Y, H] of one layer; before `of_layer`, it takes `masks` too.
+        masks: masks(window) -> the options by which a layer with this window masks its scores in `attend`; in a
+            prepared context, these options by window.
         drop: drop(x, branch, layer=l): x[B_PXE, T_CY, D], which a branch is about to add to the stream, with some
             elements dropped.
         slots: While serving, the slots of the new tokens in the cache.
@@ -84,8 +86,9 @@ class Context(NamedTuple):
     config: Config
     mesh: Any
     rope: tuple
-    attend: Callable
+    attend: Any
     drop: Callable = all_kept
+    masks: Any = None
     slots: Any = None
     vjp: Callable = vjp
     einsum: Callable = einsum
@@ -94,10 +97,18 @@ class Context(NamedTuple):
     learned: Any = None
     adapters: Callable | None = None
 
+    def prepared(self, attends: bool = True) -> "Context":
+        """Return the context with the masks that the layers of a pass share; if none of them `attends`, without any."""
+        if not callable(self.masks):
+            return self
+        if not attends:
+            return self._replace(attend=None, masks=None)
+        return self._replace(masks={window: self.masks(window) for window in dict.fromkeys(self.config.windows)})
+
     def of_layer(self, l: int) -> "Context":
-        """Return the context of layer l: its window, its positions, and drop(x, branch) times `residual_scale`."""
+        """Return the context of layer l: its mask, its positions, and drop(x, branch) times `residual_scale`."""
         config, drop = self.config, partial(self.drop, layer=l)
-        attend = partial(self.attend, window=config.windows[l])
+        attend = partial(self.attend, **self.masks[config.windows[l]]) if self.masks else self.attend
         if config.residual_scale == 1:
             return self._replace(attend=attend, drop=drop, rope=self.rope[l])
 

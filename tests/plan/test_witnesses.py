@@ -121,7 +121,7 @@ TRANSFORMERS = [
 def test_a_transformer(config, mesh, text, sequences, rel, monkeypatch):
     """Whose params are whole. Of a large vocabulary not whole logits, but a chunk's, and the unembedding's gradient by
     a chunk and by all."""
-    monkeypatch.setattr(api, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
+    monkeypatch.setattr(api, "fused", lambda Q, K, V, mask=None: Kernel.apply(Q, K, V))
     abstract, T = AbstractMesh(parse_mesh(mesh)), 4096
     ours = planned(Job(config, sequences * T, T), f"{text} zero=0")
     layout = ours.layout

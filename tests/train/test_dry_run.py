@@ -30,8 +30,8 @@ KINDS = {
 }
 
 
-def settings_of(model, remat="none", **options) -> Settings:
-    return Settings(model, "", "", 8, 16, dtype="bf16", remat=remat, **options)
+def settings_of(model, remat="none", seq=16, **options) -> Settings:
+    return Settings(model, "", "", 8, seq, dtype="bf16", remat=remat, **options)
 
 
 class BothCounts(Between):
@@ -88,3 +88,14 @@ def test_each_active_expert_holds_what_the_widths_say():
         ]  # params, float32 gradients, masters and moments
         held[k], said[k] = (bytes_[1] - bytes_[0]) / (2 * 32 * 256), sum(saved_widths(config, "none").values())
     assert held[4] - held[2] == pytest.approx(said[4] - said[2], rel=0.05)
+
+
+@pytest.mark.parametrize(("window", "hides"), [(None, True), (64, True), (64, False)])
+def test_all_layers_share_a_mask(window, hides):
+    """Of documents, or of a window: a deeper model holds no more of it."""
+    model, held = get("tiny").with_(D=64, F=64, N=2, K=2, H=8, V=64), []
+    for L in (3, 6):
+        a, b = ((model.with_(L=L, window=window), hides), (model.with_(L=L), False))
+        masked, plain = (count(settings_of(one, seq=256), {"X": 1}, documents=some).memory for one, some in (a, b))
+        held.append(masked - plain)
+    assert held[0] == held[1] >= 256 * 256 * 2

@@ -18,7 +18,7 @@ from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum
 from scaling.configs import Config
 from scaling.mesh.meeting import agree
-from scaling.models.attention import fused, within_chunks
+from scaling.models.attention import fused, in_chunks, shared_mask
 from scaling.models.dropout import dropout
 from scaling.models.inputs import check_params, check_range
 from scaling.models.latent import padded
@@ -255,12 +255,20 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         given["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
         given["vjp"] = partial(vjp_of_scaled, vjp, precision, step.inside)
     contexts = []
-    in_chunks: Any = partial(within_chunks, attend, t * mesh.sizes.get("C", 1), places)
+
+    def masks(window: int | None, here: Tensor, segments: Tensor | None) -> dict[str, Any]:
+        if config.chunked:
+            window, segments = in_chunks(window, t * mesh.sizes.get("C", 1), places, here, segments)
+        if split:
+            return {"window": window, "segments": None if segments is None else segments.expand(rows // M, -1)}
+        scored = config.score_cap is not None or config.sinks
+        return {"mask": shared_mask(window, t, segments, step.dtype, mesh.device, scored)}
+
     for own, segment, some in zip(documents, ids, samples, strict=True):
         here = places if own is None else own
-        attend = partial(in_chunks, here) if config.chunked else attend
         drop = all_kept if some is None else partial(dropout, samples=some, **dropping)
-        at = Context(config, step.inside, tables or rope(here), partial(attend, segments=segment), drop, **given)
+        own_masks = partial(masks, here=here, segments=segment)
+        at = Context(config, step.inside, tables or rope(here), attend, drop, own_masks, **given)
         if config.learned_positions:
             each = here.expand(rows // M, -1).contiguous()
             at = at._replace(learned=tree.shard(each, present("p[B, T_Y]", mesh), mesh))

@@ -247,6 +247,7 @@ class LayerStack:
 
     def run_forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
         """Return x, the sum of the layers' extra terms, and the arrays that each layer saved."""
+        at = at.prepared()
         x, extra, kept_below = self.below.run_forward(x, at) if self.below else (x, 0.0, [])
         terms = [extra]
 
@@ -268,6 +269,7 @@ class LayerStack:
             scale: The cotangent of the extra terms.
             reduces: Whether a layer's gradients are reduced at once, while the layers below run.
         """
+        at = at.prepared(attends="O" in self.step.gone)
 
         def run_layer_backward(l: int, W: list, dx: Tensor, saved):
             own = at.of_layer(self.first + l)
