@@ -1,14 +1,13 @@
 """DTensor's placements and JAX's PartitionSpec, and DTensor's redistribute as an oracle of our reshardings."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
 from array_types import types
 from machine import on_ranks
-from refused import refused
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from refused import evaluated, refused
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: F401 - calls in tables name them
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensors_block
 
 from scaling import collectives, interop
@@ -25,14 +24,11 @@ def placed(placement):
     return Spec.from_placements((placement, Replicate()), MESH, ("I", "J"))
 
 
-test_what_dtensor_cannot_say = refused(
-    {
-        "no axis of the mesh": (lambda: parse("A[I_Z]").placements(MESH), "unknown mesh axis"),
-        "Partial('max')": (lambda: placed(Partial("max")), "only Shard of one of the 2 dims"),
-        "Shard(5)": (lambda: placed(Shard(5)), "only Shard of one of the 2 dims"),
-    },
-    ShardingError,
-)
+NOT_SAID_BY_DTENSOR = {
+    "parse('A[I_Z]').placements(MESH)": "unknown mesh axis",
+    "placed(Partial('max'))": "only Shard of one of the 2 dims", "placed(Shard(5))": "only Shard of one of the 2 dims",
+}  # fmt: skip
+test_what_dtensor_cannot_say = refused(evaluated(NOT_SAID_BY_DTENSOR, globals()), ShardingError)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 3), (2, 3, 2), (2, 2, 2)], ids=str)
@@ -91,11 +87,9 @@ NOT_SAID = {  # P('XY') in JAX is one axis, not two: read as two it would be ano
     "P('X', unreduced={'X'})": "used twice",
     "P('X', 'X')": "used twice",
 }
-test_what_types_cannot_say = refused(
-    {text: (partial(interop.from_partition_spec, text, ("I", "J")), words) for text, words in NOT_SAID.items()}
-    | {"dims of another type": (lambda: interop.from_partition_spec("P()", ("I_X",)), "which is another type")},
-    ShardingError,
-)
+CALLS = {f"interop.from_partition_spec({text!r}, ('I', 'J'))": words for text, words in NOT_SAID.items()}
+CALLS["interop.from_partition_spec('P()', ('I_X',))"] = "which is another type"
+test_what_types_cannot_say = refused(evaluated(CALLS, globals()), ShardingError)
 
 
 def dtensor_bytes(before, after, shape, mesh):

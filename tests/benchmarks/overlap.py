@@ -10,13 +10,21 @@ time but not the cores'. Of each wire are measured, in turn on the same two rank
 `hidden` = (computing + communicating - step) / the smaller of the two: 100% is perfect overlap, 0% none. Linux only.
 """
 
-from growth import parts
-from harness import SIZES, Size, hidden, in_turn, medians, on_ranks
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from harness import RATE, SIZES, Size, hidden, in_turn, medians, on_ranks, stepping
 from kernel import slow_wire, speed
 from report import machine, options, show
-from versus_torch import BUCKET, CONTESTS
+from versus_torch import BUCKET, CONTESTS, initial, ours, rows
 
+from scaling import optim
+from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
+from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, zero
+from scaling.trace import trace
 
 RANKS = 2
 STRATEGIES = {  # the module, its options, and PyTorch's contest
@@ -25,12 +33,58 @@ STRATEGIES = {  # the module, its options, and PyTorch's contest
     "fsdp": (fsdp, {}, "fsdp"),
     "zero": (zero, {}, "zero"),
 }
+CALLS = {"AllGather": all_gather, "ReduceScatter": reduce_scatter, "AllReduce": partial(all_reduce, donate=True)}
+
+
+def parts(strategy, mesh, size: Size, **options) -> dict[str, Callable]:
+    """A step; and what of it is computing, and what communicating."""
+    step = ours(strategy, mesh, size, "sgd", **options)
+    alone = {"computing": computing(strategy, mesh, size), "communicating": communicating(step, mesh, size)}
+    return {"step": step, **alone}
+
+
+def computing(strategy, mesh, size: Size) -> Callable:
+    """What one rank computes in a step: its rows, with whole weights; and the update of its shards."""
+    X, alone = mesh.sizes["X"], AbstractMesh(dict.fromkeys(mesh.sizes, 1))
+    alone.device = mesh.device  # one device computes for itself: every collective is the identity
+    local = replace(size, rows=size.rows // X)
+    params, In = initial(local), rows(local)
+    width = size.D if strategy is data_parallel else size.D // X
+    shards = {name: torch.zeros_like(W[:, :width]) for name, W in params.items()}
+    rule = optim.sgd(RATE)
+    grads = {name: torch.zeros_like(W) for name, W in shards.items()}
+
+    def pure(shards, state):
+        Out, saved = strategy.forward(params, In, alone)
+        strategy.backward(Out * (2 / local.rows), saved, params, alone)
+        return None, *rule.update(grads, state, shards, donate=True)
+
+    return stepping(pure, shards, rule.init(shards))
+
+
+def communicating(step: Callable, mesh, size: Size) -> Callable:
+    """The collectives that a step makes, on arrays of the same shapes, all in flight."""
+    with trace() as log:
+        step()
+    sizes = {"L": size.L, "B": size.rows, "D": size.D, "F": size.F}
+    calls = []
+    for event in log.collectives():
+        shape = list(event.before.local_shape(sizes, mesh))
+        if event.before.dim_names[0] == "L":  # a bucket of layers
+            shape[0] = event.nbytes // (4 * torch.Size(shape[1:]).numel())
+        calls.append((CALLS[event.op], f"{event.before} -> {event.after}", torch.zeros(shape)))
+
+    def replay():
+        for pending in [call(line, x, mesh, async_op=True) for call, line, x in calls]:
+            wait(pending)
+
+    return replay
 
 
 def measure(mesh, name: str, size: Size, wires: list[float], steps: int) -> list[dict[str, list[float]]]:
     """Seconds of each part, for each wire."""
     strategy, options, rival = STRATEGIES[name]
-    timed = parts(strategy, mesh, size, at_once=True, **options)
+    timed = parts(strategy, mesh, size, **options)
     timed["theirs"] = CONTESTS[rival].side("tuned")(mesh, size, "sgd")
     in_turn(timed, 1)  # all connections are made
     found = []

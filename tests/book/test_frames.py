@@ -6,7 +6,7 @@ import textwrap
 
 import numpy as np
 import pytest
-from refused import refused
+from refused import evaluated, refused
 from running import chapter
 
 from scaling.book import frames, hlo
@@ -128,7 +128,6 @@ def test_lines_of_a_program_are_read():
 
 
 NO_SHAPES = ("f32(3,5)", "q7[3]", "f32[3,5]{1,1}", "f32[3,5]{0}", "f32[3]{0:T(0)}", "f32[3]{0:Q}")
-test_refused = refused({
-    **{text: (lambda text=text: hlo.parse_shape(text), "layout") for text in NO_SHAPES},
-    "no operation": (lambda: hlo.operation("fusion.3 is a fusion"), "is not an operation"),
-})  # fmt: skip
+REFUSED = {f"hlo.parse_shape({text!r})": "layout" for text in NO_SHAPES}
+REFUSED["hlo.operation('fusion.3 is a fusion')"] = "is not an operation"
+test_refused = refused(evaluated(REFUSED, globals()))

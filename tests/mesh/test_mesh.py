@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from machine import on_ranks
-from refused import refused
+from refused import evaluated, refused
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from scaling import collectives as c
@@ -51,28 +51,20 @@ def test_one_device_needs_no_process_group():
     assert not dist.is_initialized()
 
 
-NO_MESH = {
-    "size 0": ({"X": 0}, "axis X has size 0\n  fix: give an int of at least 1"),
-    "a float": ({"X": 2.0}, "axis X has size 2.0\n  fix: give an int"),
-    "several capitals": ({"XY": 2}, "'XY' cannot name a mesh axis\n  fix: use one capital letter, or a word"),
-    "a comma": ({"X,Y": 2}, "'X,Y' cannot name a mesh axis"),
-    "an underscore": ({"d_x": 2}, "'d_x' cannot name a mesh axis"),
-    "nothing": ({"": 2}, "'' cannot name a mesh axis"),
-    "a number": ({3: 2}, "3 cannot name a mesh axis"),
-}
+NO_MESH = {  # sizes: words of the error
+    "{'X': 0}": "axis X has size 0\n  fix: give an int of at least 1", "{'d_x': 2}": "'d_x' cannot name a mesh axis",
+    "{'X': 2.0}": "axis X has size 2.0\n  fix: give an int", "{'': 2}": "'' cannot name a mesh axis",
+    "{'XY': 2}": "'XY' cannot name a mesh axis\n  fix: use one capital letter, or a word",
+    "{'X,Y': 2}": "'X,Y' cannot name a mesh axis", "{3: 2}": "3 cannot name a mesh axis",
+}  # fmt: skip
 FOUR = {"X": 4, "Y": 2}
-test_what_makes_no_mesh = refused(
-    {f"{what}, {kind.__name__}": (lambda kind=kind, sizes=sizes: kind(sizes), words)
-     for what, (sizes, words) in NO_MESH.items() for kind in (AbstractMesh, Mesh)}
-    | {f"at {coord}": (lambda coord=coord: AbstractMesh(FOUR, coord), "is not on the mesh X=4, Y=2")
-       for coord in ({"X": 4}, {"X": -1}, {"Z": 0})}
-    | {
-        "an axis that is none": (lambda: AbstractMesh({"X": 4}).group(("Z",)), "unknown mesh axis Z: the mesh has X=4"),
-        "more devices than ranks": (lambda: Mesh(FOUR), "the mesh X=4, Y=2 has 8 devices, but 1 rank is running\n"
-                                    "  fix: start 8 ranks"),
-    },
-    ShardingError,
-)  # fmt: skip
+REFUSED = {f"{kind}({sizes})": words for sizes, words in NO_MESH.items() for kind in ("AbstractMesh", "Mesh")}
+REFUSED |= {f"AbstractMesh(FOUR, {at})": "is not on the mesh X=4, Y=2" for at in ({"X": 4}, {"X": -1}, {"Z": 0})}
+REFUSED |= {
+    "AbstractMesh({'X': 4}).group(('Z',))": "unknown mesh axis Z: the mesh has X=4",
+    "Mesh(FOUR)": "the mesh X=4, Y=2 has 8 devices, but 1 rank is running\n  fix: start 8 ranks",
+}
+test_what_makes_no_mesh = refused(evaluated(REFUSED, globals()), ShardingError)
 
 
 @on_ranks(MESH)
