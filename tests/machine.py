@@ -1,5 +1,5 @@
 """Tests on a machine that does other things too: what ends soon, ranks that fail, programs in forks, gloo's threads,
-processes and commands that have ended.
+processes and commands that have ended; counts of steps on fake devices, each made once.
 
 What other programs delay now and then holds once among several tries; what is wrong fails each of them. And what has to
 end soon ends long before the timeout that would end it otherwise."""
@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -135,3 +136,21 @@ def all_ended(pids: list[int], limit=SOON) -> bool:
 
 def hangs(mesh):
     time.sleep(60)
+
+
+@contextmanager
+def counted_once() -> Iterator[pytest.MonkeyPatch]:
+    """While the block runs, a step of one rank of a mesh is counted once, whatever asks for it."""
+    from scaling.train import programs
+
+    known, count = {}, programs.count
+
+    def counted(some, sizes, coord=None, backend="gloo", documents=True):
+        key = some, tuple(sizes.items()), tuple((coord or {}).items()), backend, documents
+        if key not in known:
+            known[key] = count(some, sizes, coord, backend, documents)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "count", counted)
+        yield patch

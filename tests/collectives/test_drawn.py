@@ -1,8 +1,11 @@
 """Calls drawn at random, right and wrong, beside what their types mean (tests/misuse/typed.py), on every kind of mesh;
 and the ways that data takes on NCCL, taken over gloo, which has the same calls. And some cases of the rooms above the
-collectives: tests/sweeps/fuzz.py runs ten thousand."""
+collectives: tests/sweeps/fuzz.py runs ten thousand. Every dtype through every collective, product and derivative:
+float64's value, or an error."""
 
 import itertools
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ from machine import on_ranks
 from misuse import rooms, typed
 from misuse.entries import AsOnNccl, Draw, tried
 from misuse.typed import CALLS, is_legal
-from torch.func import vjp
+from torch.func import jvp, vjp, vmap
 
 from scaling import collectives as c
 from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own tracers
 
@@ -78,3 +82,76 @@ def test_no_number_is_wrong_without_an_error_in_the_rooms_above_the_collectives(
     assert not failures, "\n\n".join(failures)
     assert sum(count for outcome, count in outcomes.items() if "right" in outcome) > 20
     assert sum(count for outcome, count in outcomes.items() if "refused" in outcome) > 50
+
+
+FLOATS = [torch.float32, torch.bfloat16]
+SCALED = [torch.float8_e4m3fn, torch.float8_e5m2]
+OTHERS = [torch.complex64, torch.int8, torch.int16, torch.int64]  # as they are: derivatives are of floats
+GATHER, SUM = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I, J]"
+TYPED = {
+    "all_gather": partial(c.all_gather, GATHER),
+    "reduce_scatter": partial(c.reduce_scatter, "A[I, J] {U_X} -> A[I_X, J]"),
+    **{f"all_reduce, {op}": partial(c.all_reduce, SUM, op=op) for op in ("sum", "mean", "max", "min")},
+    "all_to_all": partial(c.all_to_all, "A[I_X, J] -> A[I, J_X]"),
+    "ppermute": lambda x, mesh: c.ppermute("A[I, J]", x, mesh, "X", [(0, 1)]),
+    "shard": partial(c.shard, "A[I, J] -> A[I_X, J]"),
+    "broadcast": partial(c.broadcast, SUM),
+    "reduce": partial(c.reduce, "A[I, J] {U_X} -> A[I, J] {U_X}"),
+    "scatter": partial(c.scatter, "A[I, J] {U_X} -> A[I_X, J]"),
+    "gather": partial(c.gather, "A[I_X, J] -> A[I, J] {U_X}"),
+}
+PRODUCTS = {line: partial(c.einsum, line) for line in ("A[I, J] * B[J, K] -> C[I, K]", "A[I, J] * B[I, J] -> C[I, J]")}
+SUMS = {line: partial(c.einsum, line) for line in ("A[I, J] -> C[J]", "A[I, J] -> A[J, I]")}
+
+
+def derived(f, x, how):
+    """What a derivative gives of f at x, along a tangent or cotangent of ones."""
+    if how == "value":
+        return f(x)
+    if how == "vmap":
+        return vmap(f)(torch.stack([x, x]))[1]
+    if how == "jvp":
+        return jvp(f, (x,), (torch.ones_like(x),))[1]
+    if how == "vjp":
+        y, pull = vjp(f, x)
+        return pull(torch.ones_like(y))[0]
+    y = f(leaf := x.detach().requires_grad_())
+    return torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
+
+
+def outcome(f, x, wanted, how):
+    try:
+        found = derived(f, x, how)
+    except (ShardingError, RuntimeError) as error:
+        return type(error).__name__
+    same = found.is_meta or torch.equal(found.to(torch.complex128), wanted.to(torch.complex128))
+    return "right" if same and found.dtype == x.dtype else f"wrong: {found.tolist()}, not {wanted.tolist()}"
+
+
+@pytest.mark.slow
+@on_ranks({"X": 2})
+def test_a_result_equals_float64_s_or_is_refused(mesh):
+    seen = Counter()
+    x = torch.tensor([[1.0, 2, 1, 4], [2, 1, 4, 2], [1, 1, 2, 1], [4, 2, 1, 1]]) * (1 + mesh.coord["X"])
+    for name, call in TYPED.items():
+        f = partial(call, mesh=mesh)
+        for how in ("value", "vmap", "jvp", "vjp", "leaf"):
+            wanted = derived(f, x.double(), how)
+            for dtype in FLOATS + SCALED + OTHERS * (how == "value"):
+                found = outcome(f, x.to(dtype), wanted, how)
+                assert not found.startswith("wrong"), (name, how, dtype, found)
+                assert found == "right" or dtype not in FLOATS, (name, how, dtype, found)
+                seen[dtype in SCALED, how, found] += 1
+    assert seen[True, "leaf", "ShardingError"] >= 2 * 5  # all that add, and the transposes of those that copy
+    assert seen[True, "leaf", "right"] >= 2 * 3  # what only moves
+
+
+@pytest.mark.parametrize("line", [*PRODUCTS, *SUMS])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_product_without_its_scales_is_refused_and_a_transpose_is_not(line, device):
+    x = torch.tensor([[1.0, 2], [4, 1]], device=device)
+    for how, dtype in itertools.product(("value", "vjp", "leaf"), FLOATS + SCALED):
+        f = (lambda x: SUMS[line](x)) if line in SUMS else (lambda x: PRODUCTS[line](x, x))
+        found = outcome(f, x.to(dtype), derived(f, x.double(), how), how)
+        moved = line == "A[I, J] -> A[J, I]"
+        assert found == ("right" if dtype in FLOATS or moved else "ShardingError"), (how, dtype)

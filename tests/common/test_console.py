@@ -1,8 +1,10 @@
-"""Commands at their edges: numbers without bound, files that cannot be written, readers that go away: one line each."""
+"""Commands at their edges: numbers without bound, files that cannot be written, readers that go away: one line each.
+Every table is written by one writer, which no cell can break."""
 
 import argparse
 import contextlib
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -18,6 +20,7 @@ import scaling
 from scaling.check import main as check
 from scaling.common import arguments, console
 from scaling.common.arguments import check_fields, read_table
+from scaling.common.tables import table
 from scaling.configs import load
 from scaling.measure import command as measure
 from scaling.measure.network import main as network
@@ -219,3 +222,45 @@ def test_a_command_is_folded_before_options_and_stays_one_command():
     assert max(map(len, folded.splitlines())) <= 100
     assert shlex.split(folded.replace("\\\n", "")) == shlex.split(line)
     assert console.fold_command("run: python x.py --a 1") == "run: python x.py --a 1"
+
+
+ROOT = Path(__file__).parents[2]
+CELLS = [
+    "",
+    "1,024",
+    "-1_0",
+    "1e5",
+    "nan",
+    "0x10",
+    "two words",
+    "one\n  two",
+    "[a](b)",
+    "\ttab",
+    "a-b-c " * 9,
+    "漢字",
+    7,
+    1.5,
+    None,
+]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_each_cell_is_in_its_column(seed):
+    dice = random.Random(seed)
+    n, columns = dice.randint(1, 5), dice.choice([20, 60, 100])
+    rows = [dice.choices(CELLS, k=dice.randint(1, n)) for _ in range(dice.randint(0, 4))]
+    lines = table(rows, ["a head", *map(str, range(n - 1))], columns).splitlines()
+    rule = next(line for line in lines if line.strip("- ") == "")
+    spans = [match.span() for match in re.finditer("-+", rule)]
+    assert len(spans) == n
+    body = lines[lines.index(rule) + 1 :]
+    for i, (start, end) in enumerate(spans):
+        wanted = [word for row in rows for word in str(row[i] if i < len(row) else "").split()]
+        assert [word for line in body for word in line[start:end].split()] == wanted
+        assert all(line[end : end + 2].strip() == "" for line in body)
+    assert len(rule) <= columns or all(end - start <= 10 for start, end in spans)
+
+
+def test_tables_have_one_writer():
+    sources = [path for folder in ("scaling", "chapters", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert [path for path in sources if re.search(r"^\s*(from|import) tabulate", path.read_text(), re.M)] == []

@@ -1,5 +1,7 @@
-"""What the site is made of, without building it: the playground, the questions, the contents, links; and the page that
-walks through a training step names the files that a step enters, in their order."""
+"""What the site is made of, without building it: the playground, the questions, the contents, links; the page that
+walks through a training step names the files that a step enters, in their order. The strategy that CONTRIBUTING.md
+writes out is one: its lines are checked, and it equals one device. The pages name one torch, in the range that
+pyproject.toml and README say."""
 
 import importlib
 import json
@@ -10,14 +12,16 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import visit
 from machine import on_ranks
+from problems import B, close, one_device, specs, whole
 
-from scaling import collectives
+from scaling import collectives, tree
+from scaling.check import check_source
 from scaling.configs import Config
 from scaling.models import transformer as model
 from scaling.strategies import transformer
@@ -176,3 +180,27 @@ def test_a_step_enters_the_files_in_the_order_of_the_page(mesh):
     assert [name for name in named if name not in ASIDE.split()] == list(entered)
     names = Counter(code.co_name.strip("_") for code in functions if not code.co_name.startswith("<"))
     assert {name for name, count in names.items() if count > 1} <= {name.strip("_") for name in ONE_IDEA}
+
+
+def test_pages_install_one_torch_which_lies_in_the_range():
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", ".github/workflows/site.yml")]
+    pages += (ROOT / "docs").glob("*.md")
+    tested = {found for page in pages for found in re.findall(r"torch==2\.(\d+)\.\*", page.read_text("utf-8"))}
+    low, end = map(int, re.search(r"torch>=2\.(\d+),<2\.(\d+)", (ROOT / "pyproject.toml").read_text()).groups())
+    assert [low <= int(minor) < end for minor in tested] == [True]
+    assert f"torch 2.{low} to 2.{end - 1}" in (ROOT / "README.md").read_text("utf-8")
+
+
+@on_ranks({"Y": 2})
+def test_the_strategy_of_the_page(mesh):
+    listing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    assert check_source(listing) == []
+    assert check_source(listing.replace("    Out = all_reduce(", "    all_reduce(")) != []
+    strategy = ModuleType("strategy")
+    exec(listing, vars(strategy))
+    params, ((In, target), *_) = whole(torch.float64)
+    shards = tree.shard(params, specs(strategy), mesh)
+    Out, saved = strategy.forward(shards, In, mesh)
+    dIn, grads = strategy.backward(2 * (Out - target) / B, saved, shards, mesh)
+    losses, wanted, _ = one_device(block=("gelu", False, False))
+    close([(Out - target).square().sum() / B, tree.unshard(grads, specs(strategy), mesh), dIn], [losses[0], *wanted])

@@ -4,10 +4,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from counts import counted_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine import ended, on_ranks
+from machine import counted_once, ended, on_ranks
 
 from scaling import cost
 from scaling.configs import get

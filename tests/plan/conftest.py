@@ -1,7 +1,7 @@
 from functools import lru_cache
 
 import pytest
-from counts import counted_once
+from machine import counted_once
 
 from scaling.plan import candidates, guide
 
