@@ -25,7 +25,7 @@ ROOMS = """
 """  # each imports only from those before it
 NO_TORCH = {"common", "spec", "algebra", "schedules", "hardware", "configs", "cost", "check", "show", "plan"}
 NO_TORCH |= {"exercise"}
-JUDGE = "additive compared contracts held inferred known library mode programs results run strategy typed watched"
+JUDGE = "contracts inferred known mode programs results run strategy typed watched"
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private", "scaling.exercise.ranks"}
 TORCH_BY_NAME |= {f"scaling.check.{name}" for name in JUDGE.split()}  # which runs files
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "own_run", "transformer_step")}

@@ -1,8 +1,12 @@
-"""Packages that load their names at first use, so that importing such a package takes no time and no torch."""
+"""Packages that load their names at first use, so that importing such a package takes no time and no torch.
+
+`needing` names the extra of this package that brings a library which is not installed.
+"""
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -29,3 +33,13 @@ def lazy(package: str, homes: Mapping[str, Iterable[str]], rooms: Iterable[str] 
         return sorted({*vars(sys.modules[package]), *home_of, *rooms})
 
     return get, listed
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Turn an ImportError of the block into a ValueError that says which library `what` needs, and how to get it."""
+    try:
+        yield
+    except ImportError as error:
+        fix = f"pip install 'scaling-book-torch[{extra}]'"
+        raise ValueError(f"{what} needs the library {error.name}\n  fix: {fix}") from None

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy
 
+from scaling.common.lazy import needing
 from scaling.configs.attention import RopeScaling
 from scaling.configs.config import Config
 from scaling.configs.gguf_tokenizer import tokenizer_files, unread
@@ -95,10 +96,8 @@ def as_folder(path: Path) -> Path:
 
 def _read(path: Path) -> Any:
     """Return a reader of the file, which maps it into memory."""
-    try:
+    with needing(f"{path}:", "gguf"):
         from gguf import GGUFReader
-    except ImportError:
-        raise ValueError(f"{path}: needs the library gguf\n  fix: pip install 'scaling-book-torch[gguf]'") from None
     try:
         return GGUFReader(path)
     except Exception as error:  # the library defines none; numpy and enum raise theirs on such bytes
@@ -228,10 +227,8 @@ def unpermuted(rows: numpy.ndarray, heads: int) -> numpy.ndarray:
 
 def _write_tensors(folder: Path, path: Path, tensors: Iterator[tuple[str, numpy.ndarray]]) -> None:
     """Write a file for each layer, one for the ends, and their index."""
-    try:
+    with needing(f"{path}:", "gguf"):
         from safetensors.numpy import save_file
-    except ImportError:
-        raise ValueError(f"{path}: needs safetensors\n  fix: pip install 'scaling-book-torch[gguf]'") from None
     where, size, held, last = {}, 0, {}, ""
 
     def write() -> None:

@@ -8,6 +8,7 @@ Each count is a dict by component; `sum(....values())` is the total. Plain Pytho
 import math
 from typing import Any
 
+from scaling.common.arguments import one_of, whole
 from scaling.configs import Config
 from scaling.cost.roofline import mfu
 from scaling.spec import dtype_bytes
@@ -150,8 +151,9 @@ def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: 
     `causal` counts only the visible pairs of each head, since a kernel can skip the others. A plain einsum computes
     them all. The unembedding counts for every token; the embedding is a look-up, not a matmul.
     """
-    S = _whole("S", T if S is None else S)
-    tokens, counts = _whole("B", B) * _whole("T", T), params(config, active=True)
+    S = T if S is None else S
+    whole(B=B, T=T, S=S)
+    tokens, counts = B * T, params(config, active=True)
     if causal and S < T:
         raise ValueError(f"causal attention of T={T} tokens needs at least as many keys, got S={S}\n  fix: give S >= T")
     windows = [config.windows[l] for l in config.attending]
@@ -175,8 +177,7 @@ def remat_flops(config: Config, B: int, T: int, remat: str, causal: bool = False
     only the two of dot-product attention run again, 4BT^2NH per layer (Question 6); "attention" recomputes these, too.
     With "block", `last` includes each layer's last product, whose result is never read; on a mesh it does not run.
     """
-    if remat not in POLICIES:
-        raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
+    one_of("remat", remat, POLICIES)
     forward = forward_flops(config, B, T, causal=causal)
     if remat == "none":
         return 0
@@ -194,8 +195,7 @@ def train_flops(config: Config, B: int, T: int, causal: bool = False, remat: str
 
 def rule_of_thumb(config: Config, tokens: float, remat: str = "none") -> float:
     """Return 6 * params * tokens for a training step, 8 with block remat (Part 4), counting active params only."""
-    if remat not in REMAT:
-        raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(REMAT)}")
+    one_of("remat", remat, REMAT)
     return (8 if remat == "block" else 6) * num_params(config, active=True) * tokens
 
 
@@ -257,8 +257,7 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     everything that a gradient reads, with an attention kernel that keeps its output and one statistic per head rather
     than the [T, S] scores. "attention" saves all of that except the arrays that this kernel keeps.
     """
-    if remat not in POLICIES:
-        raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
+    one_of("remat", remat, POLICIES)
     D, Q, KV = config.D, config.N * config.H, config.K * config.H
     F = config.F * config.k + config.S
     block = {"In": D}
@@ -302,9 +301,3 @@ def attention_fraction(config: Config, T: int, causal: bool = False) -> float:
 def attention_crossover(config: Config) -> float:
     """Return the sequence length at which `attention_fraction` is 1, T = 8D in the book's proportions."""
     return 1 / attention_fraction(config, 1)
-
-
-def _whole(letter: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{letter} must be a whole number of at least 1, got {value!r}\n  fix: give an int")
-    return value

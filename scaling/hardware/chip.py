@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from scaling.common.arguments import check_fields, check_within, of_type
+from scaling.common.arguments import check_fields, check_within, of_type, whole
 
 CHIP_KINDS = ("tpu", "gpu", "cpu")
 LENGTHS = ("pod", "slices", "host")  # of the axes
@@ -286,8 +286,8 @@ def check_slice(chip: Chip, shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the lengths of a slice's axes as a tuple; ValueError if the chip's pod has no such slice."""
     lengths = (shape,) if isinstance(shape, int) else tuple(shape)
     _check_axes(chip, len(lengths))
-    if not all(isinstance(length, int) and length >= 1 for length in lengths):
-        raise ValueError(f"slice {lengths}: the lengths of axes are positive whole numbers\n  fix: give 4x4x4, say")
+    for length in lengths:
+        whole(length=length)
     pods = [sorted(sides, reverse=True) for sides in (chip.pod, chip.slices) if sides]
     long = sorted(lengths, reverse=True)
     if pods and all(any(length > most for length, most in zip(long, pod, strict=False)) for pod in pods):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from scaling.common.arguments import whole
+
 
 @dataclass(frozen=True)
 class SystolicRun:
@@ -38,8 +40,7 @@ def systolic_matmul(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | Non
         raise ValueError(
             f"X{list(X.shape)} W{list(W.shape)}\n  fix: give two matrices that multiply, [M, K] and [K, N]"
         )
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"n = {n!r}: the side of the array is a whole number, 1 or more\n  fix: give 128, say")
+    whole(n=n)
     (M, K), N = X.shape, W.shape[1]
     down, across = -(-K // n), -(-N // n)
     Xp, Wp = torch.zeros(M, down * n, dtype=X.dtype), torch.zeros(down * n, across * n, dtype=W.dtype)

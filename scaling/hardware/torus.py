@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from scaling.common.arguments import whole
 from scaling.hardware import Chip
 
 Coord = tuple[int, ...]
@@ -29,10 +30,8 @@ class Torus:
                 f"shape {self.shape} and wrap {self.wrap}: one length and one bool for each axis"
                 "\n  fix: give as many of the one as of the other"
             )
-        if any(not isinstance(length, int) or length < 1 for length in self.shape):
-            raise ValueError(
-                f"shape {self.shape}: lengths are whole numbers, 1 or more\n  fix: give positive whole numbers"
-            )
+        for length in self.shape:
+            whole(length=length)
 
     @property
     def size(self) -> int:

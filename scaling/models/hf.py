@@ -17,6 +17,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import unshard
+from scaling.common.lazy import needing
 from scaling.configs import Config
 from scaling.configs import load as load_config
 from scaling.configs.hugging_face_write import write_config as table_of
@@ -200,13 +201,8 @@ def file_number(config: Config, at: Mapping[str, int]) -> int:
 
 def safetensors() -> Any:
     """Import the library safetensors and return it. Raise a ValueError if it is not installed."""
-    try:
+    with needing("a Hugging Face folder", "hf"):
         import safetensors.torch
-    except ImportError:
-        raise ValueError(
-            "the weights of a Hugging Face folder need the library safetensors\n"
-            "  fix: pip install 'scaling-book-torch[hf]'"
-        ) from None
     return safetensors
 
 

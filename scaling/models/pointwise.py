@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from scaling import tree
+from scaling.common.arguments import one_of
 from scaling.common.torch_private import fused_norm, fused_norm_vjp, in_transform, tape_gradients
 
 XIELU = {"beta": 0.5, "eps": -1e-6}  # the constants of xIELU, which each layer of an Apertus file stores
@@ -45,8 +46,7 @@ EPS = 1e-6  # added to the mean square in RMSNorm
 
 def check_activation(activation: str) -> None:
     """Raise a ValueError for an unknown activation."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}\n  fix: choose one of {', '.join(ACTIVATIONS)}")
+    one_of("activation", activation, ACTIVATIONS)
 
 
 def act(x: Tensor, activation: str) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scaling.common.arguments import read_table, table_if_any
+from scaling.common.lazy import needing
 from scaling.configs.sources import COMPANIONS, MODEL, RUN, TEMPLATES
 from scaling.models.growth import check_growth, growing_steps
 
@@ -87,12 +88,8 @@ class FromFile:
     def __init__(self, path: "str | Path"):
         if not Path(path).is_file():
             raise ValueError(f"{path}: no such file\n  fix: give the path of a tokenizer.json")
-        try:
+        with needing(f"{path}:", "hf"):
             from tokenizers import Tokenizer as Loaded
-        except ImportError:
-            raise ValueError(
-                f"{path}: needs the library tokenizers\n  fix: pip install 'scaling-book-torch[hf]'"
-            ) from None
         try:
             self.loaded = Loaded.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower

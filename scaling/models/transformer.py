@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling import tree
+from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.models import moe
 from scaling.models.attention import sdpa, within_chunks
@@ -101,8 +102,7 @@ def forward(
 
 def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, config: Config, segments: Tensor | None):
     """Return (logits, the experts' losses), the latter as the sum over layers of aux_coef * balance + z_coef * z."""
-    if remat not in REMAT:
-        raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(REMAT)}")
+    one_of("remat", remat, REMAT)
     if config.moe and remat == "matmuls":
         raise ValueError('remat="matmuls" cannot be used with experts\n  fix: choose remat="block" or "none"')
     if config.norms in ("after", "both") and remat == "matmuls":  # it replays the last product without its values

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from scaling.common.arguments import whole
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
 from scaling.plan.classes import is_unusual, sure_seconds, usual_error
@@ -204,8 +205,7 @@ class SearchResult:
 
 def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult:
     """Evaluate all layouts on `chips` chips, and keep each mesh with its best recipe."""
-    if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
-        raise ValueError(f"chips = {chips!r}: must be a whole number of at least 1\n  fix: give an int")
+    whole(chips=chips)
     for dtype in (job.dtype, job.wide):
         chip.flops(dtype)  # ValueError for a chip without it
     refused: Counter = Counter()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scaling.common.arguments import shortened
+from scaling.common.arguments import shortened, whole
 from scaling.common.console import Parser, complaining, integer, number
 from scaling.common.tables import significant, table
 from scaling.configs import get
@@ -75,8 +75,7 @@ class Climbed:
 
 def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
     """Return every rung, each with the microbatches that make it fastest, or smallest if it does not fit."""
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise ValueError(f"gpus = {gpus!r}: must be a whole number of at least 1\n  fix: give an int")
+    whole(gpus=gpus)
     steps = []
     for rung in ladder(gpus, gpu.node_gpus, job.work.heads, job.work.L):
         sizes = dict.fromkeys(AXES, 1) | dict(rung.sizes)

@@ -11,6 +11,7 @@ dualpipe_v    two chunks per rank, placed in a V     DeepSeek-V3, arXiv:2412.194
 from collections.abc import Callable
 from functools import lru_cache
 
+from scaling.common.arguments import whole
 from scaling.schedules.schedule import Schedule, from_orders
 
 MOST_CHUNKS = 1000  # of a rank: a schedule lists every step of each, and models have fewer layers
@@ -181,9 +182,7 @@ def make(name: str, stages: int, microbatches: int, chunks: int | None = None) -
 
 
 def _check(name: str, stages: int, microbatches: int, chunks: int, only_chunks: int | None = None) -> None:
-    for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name}: {what} is {number!r}\n  fix: give an int of at least 1")
+    whole(stages=stages, microbatches=microbatches, chunks=chunks)
     if chunks > MOST_CHUNKS:
         raise ValueError(f"{name}: {chunks} chunks on a rank\n  fix: give at most {MOST_CHUNKS}")
     if only_chunks not in (None, chunks):

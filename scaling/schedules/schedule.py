@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from scaling.common.arguments import whole
 from scaling.schedules.instructions import (
     Backward,
     BackwardInput,
@@ -129,8 +130,7 @@ def split_backward(schedule: Schedule, collect: int = 1) -> Schedule:
     Raises:
         ValueError: `collect` is not an int of at least 1, or the schedule has a ForwardBackward.
     """
-    if not isinstance(collect, int) or collect < 1:
-        raise ValueError(f"{schedule.name}: collect is {collect!r}\n  fix: give an int of at least 1")
+    whole(collect=collect)
     chunk, programs = attrgetter("stage"), []
     for program in schedule:
         split, weights = [], []

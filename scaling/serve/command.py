@@ -17,6 +17,7 @@ from typing import Any
 
 from scaling import launch
 from scaling.common.console import Parser, complain, complaining, integer, output
+from scaling.common.lazy import needing
 from scaling.common.torchrun import first_rank
 from scaling.configs.sources import Source
 from scaling.models.template import chat_template
@@ -171,11 +172,9 @@ def _options(args, what: Served, pages: int, groups: int) -> Options:
 
 def _over_http(args, what: Served, options: Options) -> int:
     """Serve HTTP until Ctrl-C."""
-    try:
+    with needing("--port", "serve"):
         from scaling.serve.web import app, server
         from scaling.serve.web.words import Model
-    except ImportError as error:
-        raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
     model = Model(
         what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens,
         longest_text(what.config), what.defaults.sampling or Sampling(1.0),

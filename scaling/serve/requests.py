@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from types import NoneType
 from typing import Any, NamedTuple
 
-from scaling.common.arguments import of_type, quoted, whole_numbers
+from scaling.common.arguments import check_within, of_type, quoted, whole_numbers
 from scaling.configs import Config
 from scaling.models.text import Unknown
-from scaling.serve.fields import Fields, RequestError, as_float
+from scaling.serve.fields import Fields, RequestError, as_float, blaming
 
 SEEDS = 2**63
 START = 8  # characters for each token that fits, after which the length of a text is checked
@@ -38,18 +37,14 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self):
-        of_type("temperature", self.temperature, Real)
-        for name, kind in (("top_k", Integral), ("top_p", Real), ("min_p", Real)):
-            of_type(name, getattr(self, name), kind, NoneType)
-        for name, fits, rule in (
-            ("temperature", 0 <= as_float(self.temperature) < math.inf, "is a finite number of at least 0"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "of at least 1, or None"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
-        ):
-            if not fits:
-                text = f"{name}={quoted(getattr(self, name))} leaves no token to draw\n  fix: {name} {rule}"
-                raise RequestError(text, name)
+        for name, kind, allowed in (
+            ("temperature", Real, "[0, inf)"), ("top_k", Integral, "[1, inf)"), ("top_p", Real, "(0, 1]"),
+            ("min_p", Real, "[0, 1]"),
+        ):  # fmt: skip
+            if (value := getattr(self, name)) is not None or name == "temperature":
+                with blaming(name):
+                    of_type(name, value, kind)
+                    check_within(name, as_float(value) if kind is Real else value, allowed)
         for name in ("temperature", "top_p", "min_p"):  # torch divides by no whole number of more than 64 bits
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else as_float(value))

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
+from scaling.common.arguments import WORDS
 from scaling.serve.pages import Pool, WindowPool
 from scaling.serve.requests import Request
 from scaling.serve.states import (
@@ -97,16 +98,14 @@ def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Ac
 
 def refusal(request: Request, options: Options) -> str | None:
     """Return why a request can never be served, or None if it can."""
-    if not isinstance(request.prompt, tuple) or not all(isinstance(t, Integral) for t in request.prompt):
-        return f"prompt={request.prompt!r:.40}, which must be a tuple of whole numbers"
+    for name, kind, of in (("prompt", tuple, Integral), ("stop", frozenset, Integral), ("stops", tuple, str)):
+        value = getattr(request, name)
+        if not isinstance(value, kind) or not all(isinstance(one, of) for one in value):
+            return f"{name}={value!r:.40}, which must be a {kind.__name__} of {WORDS[of].removeprefix('a ')}s"
     if not request.prompt:
         return "an empty prompt"
     if not isinstance(request.max_new_tokens, Integral) or request.max_new_tokens < 1:
-        return f"max_new_tokens={request.max_new_tokens!r}, which must be a whole number of at least 1"
-    if not isinstance(request.stop, frozenset) or not all(isinstance(t, Integral) for t in request.stop):
-        return f"stop={request.stop!r:.40}, which must be a frozenset of whole numbers"
-    if not isinstance(request.stops, tuple) or not all(isinstance(text, str) for text in request.stops):
-        return f"stops={request.stops!r:.40}, which must be a tuple of texts"
+        return f"max_new_tokens={request.max_new_tokens!r}, which must be {WORDS[Integral]} of at least 1"
     if (length := len(request.prompt) + request.max_new_tokens) > options.length:
         return f"{length} tokens with the completion, but only {options.length} fit"
     return None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scaling.common.arguments import flag, whole
+from scaling.common.arguments import flag, one_of, whole
 from scaling.serve.pages import Pool
 from scaling.serve.requests import Request
 
@@ -52,8 +52,7 @@ class Options:
     window: int | None = None
 
     def __post_init__(self):
-        if self.policy not in POLICIES:
-            raise ValueError(f"unknown policy {self.policy!r}\n  fix: choose one of {', '.join(POLICIES)}")
+        one_of("policy", self.policy, POLICIES)
         whole(pages=self.pages, page=self.page, slots=self.slots, budget=self.budget, groups=self.groups)
         whole(0, proposals=self.proposals)
         flag(prefix=self.prefix)

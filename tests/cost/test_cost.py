@@ -303,8 +303,8 @@ REFUSED = {  # what is asked for: what is said
     "serving.step(serving.Load(1, 1), 0, 1, V5E)": "batch = 0",
     "serving.smallest_slice(1e15, V5E)": "fit no slice of v5e: the largest is 16x16",
     # models
-    "tm.forward_flops(L70, 2.5, 1)": "at least 1, got 2.5", "tm.forward_flops(L70, 0, 1)": "at least 1, got 0",
-    "tm.train_flops(L70, 1, 1, remat='some')": "unknown remat 'some'",
+    "tm.forward_flops(L70, 2.5, 1)": "B = 2.5: must be a whole number", "tm.forward_flops(L70, 0, 1)": "B = 0: must be",
+    "tm.train_flops(L70, 1, 1, remat='some')": "remat = 'some': one of 'none'",
     "tm.forward_flops(L70, 1, 8, 4, causal=True)": "at least as many keys",
     "tm.utilization(L70, 3, 1, 0.5, 4, 1e9, S=6)": "training=False",
     "tm.einsum_flops('ab,bc->ac', (2, 3), (4, 5))": "b is both 3 and 4",

@@ -63,7 +63,7 @@ LACKS = {  # what is asked for: what is said
     "NODE.levels_for(16)": "16 GPUs: nothing is known of h100's network beyond the node of 8; fix:",
     "chip('v5p').bandwidth('ethernet')": "unknown link 'ethernet'", "chip('7x').bandwidth('pcie')": "has no pcie_bw",
     "chip('v5e').wraps(32)": "slice 32: a pod of v5e is 16x16", "chip('v5e').wraps((4, 4, 4))": "3 axes: v5e has 2",
-    "chip('v5e').wraps((4, 0))": "whole numbers",
+    "chip('v5e').wraps((4, 0))": "length = 0: must be a whole number",
     "multiplied((2, 3), (4, 2))": "X[2, 3] W[4, 2]\n  fix: give two matrices",
     "multiplied((3,), (3, 2))": "X[3] W[3, 2]\n  fix: give two matrices",
     "multiplied((0, 3), (3, 2))": "X[0, 3] W[3, 2]\n  fix: give two", "multiplied((2, 3), (3, 2), n=0)": "n = 0",

@@ -282,7 +282,7 @@ test_what_one_device_does_not_compute = refused(
         {
             "targets must be": lambda: transformer.loss(PARAMS, TOKENS, targets=TOKENS[:, :3]),
             "hold no next token": lambda: transformer.loss(PARAMS, TOKENS[:, :1]),
-            "unknown remat 'all'": lambda: transformer.forward(PARAMS, TOKENS, "all"),
+            "remat = 'all': one of 'none'": lambda: transformer.forward(PARAMS, TOKENS, "all"),
             "give config=": lambda: transformer.forward(transformer.init(EXPERTS), TOKENS),
             "rope_scaling of type 'dynamic'": partial(on_one, SMALL.with_(rope_scaling=DYNAMIC)),
             "'dynamic' is not computed here; linear, llama3, yarn, longrope are": partial(

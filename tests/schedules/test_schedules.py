@@ -117,9 +117,9 @@ REFUSED = {  # what is asked for: what is said
     "bubbles.bubble_time('dualpipev', 2, 4, 2, Times(1, 2, 1))": "F = B >= W",
     "bubbles.bubble_time('gpipe', 2, 4, 1, Times(hop=1))": "no time for transfers",
     "bubbles.bubble('dualpipev', 2, 4, 2, Times(overlapped=2))": "differs from rank to rank",
-    "split_backward(make('dualpipev', 2, 4))": "is not split", "split_backward(make('1f1b', 4, 8), 0)": "collect is 0",
+    "split_backward(make('dualpipev', 2, 4))": "is not split", "split_backward(make('1f1b', 4, 8), 0)": "collect = 0",
 }  # fmt: skip
-REFUSED |= {f"make({name!r}, 0, 4)": f"{name}: stages is 0" for name in SCHEDULES}
-REFUSED |= {f"make({name!r}, 2, 1.5)": f"{name}: microbatches is 1.5" for name in SCHEDULES}
+REFUSED |= {f"make({name!r}, 0, 4)": "stages = 0: must be a whole number" for name in SCHEDULES}
+REFUSED |= {f"make({name!r}, 2, 1.5)": "microbatches = 1.5: must be a whole number" for name in SCHEDULES}
 REFUSED |= {f"{form}(*{case}, 2)": f"{case[0]}: {case[2]} microbatches are" for case in UNDEFINED for form in FORMS}
 test_refused = refused(evaluated(REFUSED, globals()))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from scaling.algebra.rules import refuse_rule
 from scaling.collectives import all_gather, all_to_all, ppermute, reduce_scatter, wait
-from scaling.common.arguments import flag, whole
+from scaling.common.arguments import flag, one_of, whole
 from scaling.mesh import AbstractMesh
 from scaling.models.blockwise import KeyBlock
 from scaling.models.tiles import Mask, Ranges
@@ -73,8 +73,7 @@ def work(form: str, T: int, C: int, *, causal: bool = True, window: int | None =
 
 def check_length(form: str, T: int, C: int, line: str = "Q[B, T_C, N, H]") -> None:
     """Raise a ShardingError unless T divides over C ranks, and for zig-zag into two chunks per rank."""
-    if form not in FORMS:
-        raise ValueError(f"context parallelism has no form {form!r}\n  fix: choose one of {', '.join(FORMS)}")
+    one_of("form", form, FORMS)
     parts = 2 * C if form == "zigzag" else C
     if T % parts:
         refuse_rule(
