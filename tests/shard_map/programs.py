@@ -6,6 +6,7 @@ the axes over which its result is; each step makes a value of two dims from earl
 """
 
 import inspect
+import re
 from pathlib import Path
 
 TABLES = [Path(__file__).with_name(f"{name}.json") for name in ("programs", "typed")]
@@ -52,41 +53,52 @@ def pulled_gather(lib, a, b, axes):
     return lib.vjp(lambda w: gather(w, "reduced"), a)[1](terms)[0]
 
 
-STEPS = {
-    "sin": lambda lib, a: lib.sin(a),
-    "tanh": lambda lib, a: lib.tanh(a),
-    "scale": lambda lib, a, by: a * by,
-    "add": lambda lib, a, b: a + b,
-    "mul": lambda lib, a, b: a * b,
-    "matmul": lambda lib, a, b: lib.tanh(lib.matmul(a, b)),
-    "transpose": lambda lib, a: a.T,
-    "index": lambda lib, a, axes: a * (1.0 + lib.axis_index(axes) / 8),
-    "psum": lambda lib, a, axes: lib.psum(a, axes) / 4,
-    "pmean": lambda lib, a, axes: lib.pmean(a, axes),
-    "pmax": lambda lib, a, axes: lib.pmax(lib.stop(a), axes),
-    "pvary": lambda lib, a, axes: varying(lib, a, axes),
-    "all_gather": lambda lib, a, axes, dim: lib.all_gather(a, axes, axis=dim, tiled=True),
-    "gather_new": lambda lib, a, axes, dim: merged(lib, lib.all_gather(a, axes, axis=dim), dim),
-    "invarying": lambda lib, a, axes, dim: lib.all_gather(a, axes, axis=dim, tiled=True, to="invarying"),
-    "scatter": lambda lib, a, axes, dim: lib.psum_scatter(a, axes, scatter_dimension=dim, tiled=True),
-    "scatter_away": lambda lib, a, axes, dim: lib.reshape(lib.psum_scatter(a, axes, scatter_dimension=dim), (1, -1)),
-    "all_to_all": lambda lib, a, axes, cut, put: lib.all_to_all(a, axes, cut, put, tiled=True),
-    "exchange": lambda lib, a, axes, cut, put: lib.all_to_all(a, axes, cut, put),
-    "ppermute": lambda lib, a, axes, by, whole: lib.ppermute(a, axes, shifted(lib.axis_size(axes), by, whole)),
-    "grad": inner_grad,
-    "jvp": lambda lib, a, b, axes: lib.jvp(lambda w: lib.psum(w * lib.sin(w), axes) / 4, (a,), (b,))[1],
-    "vmap": lambda lib, a, axes: lib.vmap(lambda row: row * lib.sum(lib.psum(row, axes)))(a),
-    # those that know of unreduced and reduced
-    "unreduced": lambda lib, a, axes: lib.pcast(a, axes, to="unreduced"),
-    "reduced": lambda lib, a, axes: lib.pcast(a, axes, to="reduced"),
-    "varying": lambda lib, a, axes: lib.pcast(a, axes, to="varying"),
-    "gather_reduced": lambda lib, a, axes, dim: lib.all_gather(a, axes, axis=dim, tiled=True, to="reduced"),
-    "times_reduced": lambda lib, a, b, axes: a * lib.pcast(b, axes, to="reduced"),
-    "terms": lambda lib, a, axes: a + lib.pcast(lib.tanh(a), axes, to="varying"),
-    "sum_rows": lambda lib, a: lib.reshape(lib.sum(a, 0), (1, -1)),
-    "pull": lambda lib, a, b, axes: lib.vjp(lambda w: lib.psum(w, axes), a)[1](b)[0],
-    "pull_gather": pulled_gather,
-    "grad_reduced": lambda lib, a, axes: lib.grad(lambda w: lib.sum(lib.tanh(lib.pcast(w, axes, to="varying"))))(a),
-    "jvp_sum": lambda lib, a, b, axes: lib.jvp(lambda w: lib.psum(w + w, axes), (a,), (b,))[1],
-    "vmap_terms": lambda lib, a: lib.vmap(lambda row: row + row)(a),
-}
+# each as a function of operands and options: what it calls of the library `lib`; from "unreduced" on those that know of
+# unreduced and reduced
+CALLED = """
+sin(a): lib.sin(a)
+tanh(a): lib.tanh(a)
+scale(a, by): a * by
+add(a, b): a + b
+mul(a, b): a * b
+matmul(a, b): lib.tanh(lib.matmul(a, b))
+transpose(a): a.T
+index(a, axes): a * (1.0 + lib.axis_index(axes) / 8)
+psum(a, axes): lib.psum(a, axes) / 4
+pmean(a, axes): lib.pmean(a, axes)
+pmax(a, axes): lib.pmax(lib.stop(a), axes)
+pvary(a, axes): varying(lib, a, axes)
+all_gather(a, axes, dim): lib.all_gather(a, axes, axis=dim, tiled=True)
+gather_new(a, axes, dim): merged(lib, lib.all_gather(a, axes, axis=dim), dim)
+invarying(a, axes, dim): lib.all_gather(a, axes, axis=dim, tiled=True, to="invarying")
+scatter(a, axes, dim): lib.psum_scatter(a, axes, scatter_dimension=dim, tiled=True)
+scatter_away(a, axes, dim): lib.reshape(lib.psum_scatter(a, axes, scatter_dimension=dim), (1, -1))
+all_to_all(a, axes, cut, put): lib.all_to_all(a, axes, cut, put, tiled=True)
+exchange(a, axes, cut, put): lib.all_to_all(a, axes, cut, put)
+ppermute(a, axes, by, whole): lib.ppermute(a, axes, shifted(lib.axis_size(axes), by, whole))
+jvp(a, b, axes): lib.jvp(lambda w: lib.psum(w * lib.sin(w), axes) / 4, (a,), (b,))[1]
+vmap(a, axes): lib.vmap(lambda row: row * lib.sum(lib.psum(row, axes)))(a)
+unreduced(a, axes): lib.pcast(a, axes, to="unreduced")
+reduced(a, axes): lib.pcast(a, axes, to="reduced")
+varying(a, axes): lib.pcast(a, axes, to="varying")
+gather_reduced(a, axes, dim): lib.all_gather(a, axes, axis=dim, tiled=True, to="reduced")
+times_reduced(a, b, axes): a * lib.pcast(b, axes, to="reduced")
+terms(a, axes): a + lib.pcast(lib.tanh(a), axes, to="varying")
+sum_rows(a): lib.reshape(lib.sum(a, 0), (1, -1))
+pull(a, b, axes): lib.vjp(lambda w: lib.psum(w, axes), a)[1](b)[0]
+grad_reduced(a, axes): lib.grad(lambda w: lib.sum(lib.tanh(lib.pcast(w, axes, to="varying"))))(a)
+jvp_sum(a, b, axes): lib.jvp(lambda w: lib.psum(w + w, axes), (a,), (b,))[1]
+vmap_terms(a): lib.vmap(lambda row: row + row)(a)
+"""
+
+
+def read(text: str) -> dict:
+    """{name: the function of lib and these parameters} of lines `name(parameters): expression`."""
+    steps = {}
+    for line in text.strip().splitlines():
+        name, parameters, expression = re.fullmatch(r"(\w+)\((.*?)\): (.*)", line).groups()
+        steps[name] = eval(f"lambda lib, {parameters}: {expression}", globals())
+    return steps
+
+
+STEPS = read(CALLED) | {"grad": inner_grad, "pull_gather": pulled_gather}
