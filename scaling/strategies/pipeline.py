@@ -130,7 +130,8 @@ def _by_vjp(loss: Callable) -> Callable:
 
     def pulled(head, Out, Target):
         terms, pull = vjp(lambda head, Out: loss(head, Out, Target), head, Out)
-        return terms, *pull(torch.ones_like(terms))
+        dhead, dOut = pull(torch.ones_like(terms))
+        return terms, tree.map(torch.clone, dhead), dOut
 
     return pulled
 
@@ -203,7 +204,8 @@ def interpret(
         Target: Target[B, ...].
         mesh: The mesh.
         schedule: The schedule.
-        loss: `loss(head, Out, Target) -> (terms, gradients of the head, dOut)` of a microbatch.
+        loss: `loss(head, Out, Target) -> (terms, gradients of the head, dOut)` of a microbatch. The gradients are new
+            tensors, in which those of later microbatches are added up.
         stage: The stage's functions.
         axis: The pipeline axis.
         dtype: The dtype of the gradients, if not the params'.
@@ -271,9 +273,10 @@ def interpret(
 
 
 def _added(total, dW, dtype: torch.dtype | None):
-    """Add a microbatch's gradients, in a dtype, to the total of those before; None is a total without any."""
-    dW = tree.map(lambda g: g.to(dtype or g.dtype), dW)
-    return dW if total is None else tree.map(torch.add, total, dW)
+    """Add a microbatch's gradients in place to the total, in a dtype, of those before; None is a total without any."""
+    if total is None:
+        return tree.map(lambda g: g.to(dtype or g.dtype), dW)
+    return tree.map(torch.Tensor.add_, total, dW)
 
 
 def _chunks(params, grads, mesh, schedule: Schedule, rank: int, stage: Stage) -> dict[int, Any]:
