@@ -5,7 +5,7 @@ L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary
 
 from dataclasses import dataclass, field, replace
 
-from scaling.common.arguments import check_fields
+from scaling.common.arguments import check_fields, check_within
 from scaling.configs.attention import Latent, Linear, RopeScaling
 from scaling.spec import dtype_bytes
 
@@ -51,7 +51,8 @@ class Config:
             shared: The number of experts that are always active.
             F_shared: The width of the shared experts together; 0: each is as wide as a routed one.
             shared_gate: Whether the shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE).
-            dense_layers, F_dense: The number of first layers with a dense MLP instead, and the width of that MLP.
+            dense_layers, F_dense: The layers with a dense MLP instead, and the width of that MLP. A number means
+                so many first layers, and a tuple holds the numbers of the layers (Llama 4 Maverick).
             routing: "softmax" (Mixtral), "sigmoid" (DeepSeek-V3), or "inputs", sigmoids that multiply an expert's input
                 and not its output (Llama 4).
             norm_topk, routed_scale: A token's k weights are its scores times `routed_scale`, divided by their sum if
@@ -132,7 +133,7 @@ class Config:
     shared_gate: bool = False
     expert_bias: bool = False
     clamp: float | None = None
-    dense_layers: int = 0
+    dense_layers: int | tuple[int, ...] = 0
     F_dense: int = 0
     norms: str = "before"
     parallel: bool = False
@@ -195,7 +196,7 @@ class Config:
     def __post_init__(self):
         if isinstance(self.rope_scaling, dict):  # as files have it; they also have lists
             object.__setattr__(self, "rope_scaling", RopeScaling.of(self.rope_scaling))
-        for name in ("window", "uncomputed", "unrotated"):
+        for name in ("window", "uncomputed", "unrotated", "dense_layers"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         check_fields(self, f"{self.name}: ", WITHIN)
@@ -207,11 +208,17 @@ class Config:
             raise ValueError(
                 f"{self.name}: {self.k} experts cannot be active of E={self.E}\n  fix: choose k from 1 to E"
             )
-        if not 0 <= self.dense_layers <= self.L or (self.dense_layers and self.F_dense < 1):
-            raise ValueError(
-                f"{self.name}: dense_layers must lie in 0..L={self.L}, and they need an F_dense"
-                "\n  fix: give both, or neither"
-            )
+        if isinstance(self.dense_layers, int):
+            check_within(f"{self.name}: dense_layers", self.dense_layers, f"[0, {self.L}]")
+        for name, layers in (("unrotated", self.unrotated), ("dense_layers", self.dense)):
+            if any(not isinstance(l, int) or not 0 <= l < self.L for l in layers):
+                what = f"{self.name}: {name}={layers!r:.60}: layers are 0 to {self.L - 1}"
+                raise ValueError(f"{what}\n  fix: give numbers of layers")
+        if self.dense and self.F_dense < 1:
+            what = f"{self.name}: {len(self.dense)} dense layers of width F_dense={self.F_dense}"
+            raise ValueError(f"{what}\n  fix: give both, or neither")
+        dense = tuple(sorted({*self.dense}))
+        object.__setattr__(self, "dense_layers", len(dense) if dense == (*range(len(dense)),) else dense)
         dtype_bytes(self.dtype)
         self._check_routing()
         self._check_attention()
@@ -238,9 +245,6 @@ class Config:
                 what = f"{self.name}: linear layers {linear.layers!r:.60} of layers 0 to {self.L - 1}"
                 raise ValueError(f"{what}\n  fix: name at least one layer, each once, and leave at least one out")
             object.__setattr__(self, "cached", self.L - len(linear.layers))
-        if any(not isinstance(l, int) or not 0 <= l < self.L for l in self.unrotated):
-            what = f"{self.name}: unrotated={self.unrotated!r:.60}: layers are 0 to {self.L - 1}"
-            raise ValueError(f"{what}\n  fix: give numbers of layers")
         if self.latent and (self.latent.value != self.H or self.K != self.N):
             raise ValueError(
                 f"{self.name}: latent attention has heads of H={self.latent.value}, its value, and K=N={self.N} of them"
@@ -270,18 +274,30 @@ class Config:
         """The dims of the params by letter.
 
         S is the width of the shared experts together, and J counts learned positions. L counts the layers of one stack;
-        the dense layers before those with experts are G, of width O. In latent attention R (D if queries have no
+        the dense layers beside those with experts are G, of width O. In latent attention R (D if queries have no
         latent) and C are the ranks of queries and of keys and values, M = C + rope, A = nope + rope is a query's width,
         and W = nope + value is the width of a key and a value. Linear layers have lower-case letters, and L then counts
         the others.
         """
         sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.S, "J": self.learned_positions}
-        if self.dense_layers:
-            sizes |= {"L": self.L - self.dense_layers, "G": self.dense_layers, "O": self.F_dense}
+        if count := len(self.dense):
+            sizes |= {"L": self.L - count, "G": count, "O": self.F_dense}
         if latent := self.latent:
             sizes |= {"R": latent.q_rank or self.D, "C": latent.kv_rank, "M": latent.kv_rank + latent.rope}
             sizes |= {"A": latent.nope + latent.rope, "W": latent.nope + latent.value}
         return sizes | (self.linear.sizes | {"L": len(self.attending)} if self.linear else {})
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """The numbers of the layers with a dense MLP in a model with experts."""
+        given = self.dense_layers
+        return tuple(range(given)) if isinstance(given, int) else given
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The stack of params to which each layer belongs: "dense", "linear" or "layers"."""
+        dense, linear = self.dense, self.linear.layers if self.linear else ()
+        return tuple("dense" if l in dense else "linear" if l in linear else "layers" for l in range(self.L))
 
     @property
     def attending(self) -> tuple[int, ...]:

@@ -177,13 +177,12 @@ def _experts(found: dict, read: dict, kind: ModelType) -> list[str]:
         found |= {"expert_groups": 1, "top_groups": 1}
     if found.get("F_shared") and not found.get("shared"):
         found["shared"] = 1
-    dense = _dense_layers(read, L)
-    if found.get("E", 1) > 1 and dense:
-        found["dense_layers"] = len(dense)
-        said += ["dense layers among those with experts"] if dense != [*range(len(dense))] else []
-    if found.get("dense_layers"):
-        found["F_dense"] = read.get("intermediate_size_mlp") or read.get("intermediate_size") or found.get("F", 0)
-        if found["dense_layers"] >= L:  # none has experts
+    dense = _dense_layers(read, L) or [*range(min(L, found.get("dense_layers", 0)))]
+    if dense and (found.get("E", 1) > 1 or found.get("dense_layers")):
+        found["dense_layers"] = tuple(dense)
+        widths = read.get("intermediate_size_mlp"), read.get("intermediate_size"), found.get("F")
+        found["F_dense"] = next((width for width in widths if width is not None), 0)
+        if len(dense) == L:  # none has experts
             found["F"] = found["F_dense"]
             for name in EXPERTS:
                 found.pop(name, None)
@@ -199,18 +198,26 @@ def _dense_layers(read: dict, L: int) -> list[int]:
         return [i for i in range(L) if types[i] != "sparse"]
     if (listed := read.get("moe_layers")) is not None:
         return [i for i in range(L) if i not in listed]
-    step = read.get("decoder_sparse_step") or read.get("interleave_moe_layer_step") or 1
+    steps = [key for key in ("decoder_sparse_step", "interleave_moe_layer_step") if read.get(key) is not None]
+    step = _interval(read, steps[0]) if steps else 1
     dense = set(read.get("mlp_only_layers") or ())
     return [i for i in range(L) if (i + 1) % step or i in dense]
 
 
+def _interval(read: dict, key: str) -> int:
+    """Return the number of layers after which a kind of layer comes again. ValueError if it is 0."""
+    if not read[key]:
+        raise ValueError(f"{key} is 0\n  fix: give at least 1")
+    return read[key]
+
+
 def _linear(read: dict, L: int) -> Linear | None:
     """Return the linear layers, or None if there are none. ValueError if no layer has attention."""
-    types, every = read["layer_types"], read["full_attention_interval"]
-    if types is None and not every:
-        raise ValueError("full_attention_interval is 0\n  fix: give at least 1")
-    types = [("linear" if (l + 1) % every else "full") + "_attention" for l in range(L)] if types is None else types
-    layers = tuple(l for l, kind in enumerate(types) if kind == "linear_attention")
+    if (types := read["layer_types"]) is None:
+        every = _interval(read, "full_attention_interval")
+        layers = tuple(l for l in range(L) if (l + 1) % every)
+    else:
+        layers = tuple(l for l, kind in enumerate(types) if kind == "linear_attention")
     return Linear(**{name: read[key] for name, key in LINEAR.items()}, layers=layers) if layers else None
 
 
@@ -225,10 +232,9 @@ def _scales(read: dict) -> dict:
 
 def _unrotated(read: dict, L: int) -> tuple[int, ...]:
     """Return the layers without rotary positions. ValueError if the list of them is too short."""
-    turned, every = read["no_rope_layers"], read["no_rope_layer_interval"]
-    if turned is None and not every:
-        raise ValueError("no_rope_layer_interval is 0\n  fix: give at least 1")
-    turned = [(l + 1) % every != 0 for l in range(L)] if turned is None else turned
+    if (turned := read["no_rope_layers"]) is None:
+        every = _interval(read, "no_rope_layer_interval")
+        turned = [(l + 1) % every for l in range(L)]
     if len(turned) < L:
         raise ValueError(f"no_rope_layers has {len(turned)} entries for {L} layers\n  fix: give one for each layer")
     return tuple(l for l in range(L) if not turned[l])

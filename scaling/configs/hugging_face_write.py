@@ -110,13 +110,14 @@ def _table(config: Config, kind: str) -> dict:
         table |= {"head_dim": latent.rope, "scoring_func": config.routing}
     if "topk_method" in keys:
         table["topk_method"] = "greedy" if config.expert_groups == 1 else "group_limited_greedy"
-    dense = config.dense_layers if config.moe else config.L  # layers without experts, the first ones
+    dense = config.dense if config.moe else range(config.L)  # layers without experts
+    sparse = [l for l in range(config.L) if l not in dense]
     if "first_k_dense_replace" in keys:
-        table["first_k_dense_replace"] = dense
+        table["first_k_dense_replace"] = len(dense)
     if "mlp_only_layers" in keys:
-        table["mlp_only_layers"] = [*range(dense)]
+        table["mlp_only_layers"] = [*dense]
     if "mlp_layer_types" in keys:
-        table["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (config.L - dense)
+        table["mlp_layer_types"] = ["sparse" if l in sparse else "dense" for l in range(config.L)]
     if KINDS[kind].rope and not config.rope_scaling:
         table["rope_parameters"] = {"rope_type": "default", "rope_theta": config.theta}
     if KINDS[kind].local_theta is not None and config.local_theta is not None:
@@ -139,7 +140,7 @@ def _table(config: Config, kind: str) -> dict:
         table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
     if "attention_chunk_size" in keys:
         chunk = next(iter(widths), keys["attention_chunk_size"])  # the class needs one even where no layer has chunks
-        table |= {"attention_chunk_size": chunk, "moe_layers": [*range(dense, config.L)]}
+        table |= {"attention_chunk_size": chunk, "moe_layers": sparse}
         table["layer_types"] = ["full_attention" if w is None else "chunked_attention" for w in config.windows]
         table |= {"attn_temperature_tuning": bool(config.query_growth), "attn_scale": config.query_growth}
         table |= {"floor_scale": config.growth_every, "intermediate_size_mlp": config.F_dense or config.F}

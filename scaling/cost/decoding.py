@@ -90,7 +90,7 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     """
     check_form(form, config, sizes)
     X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
-    L, sparse, token = config.L, config.L - config.dense_layers, dtype_bytes(dtype) * batch / E
+    L, sparse, token = config.L, config.L - len(config.dense), dtype_bytes(dtype) * batch / E
     blocks = 2 * L + 1 - (sparse if form == "experts" else 0)
     stream, queries, logits = token * config.D, token * config.N * config.H, token * config.V
     asks, gets = queries, queries

@@ -69,7 +69,7 @@ def load(config: Config, weights="bf16", kv="bf16") -> Load:
     """Return the Load of a transformer with weights, and keys and values, in these dtypes."""
     stored, counts = dtype_bytes(weights), tm.params(config)
     lookup = 0 if config.tied else config.D * config.V
-    routed = config.matrices * config.D * config.F * config.E * (config.L - config.dense_layers) if config.moe else 0
+    routed = config.matrices * config.D * config.F * config.E * (config.L - len(config.dense)) if config.moe else 0
     layers: dict[int, float] = {}
     if config.linear:  # a state has its full size from the first token on
         layers[1] = len(config.linear.layers) * tm.state_bytes(config, "bf16")

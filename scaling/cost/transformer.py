@@ -97,7 +97,7 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
 
     "vocab" is DV if the unembedding is tied to the embedding, and 2DV if not.
     """
-    D, sparse = config.D, config.L - config.dense_layers
+    D, sparse = config.D, config.L - len(config.dense)
     each = config.k if active else config.E
     wide = config.F * each + config.S
     head_norms = config.latent.q_rank + config.latent.kv_rank if config.latent else _head_gains(config)
@@ -107,7 +107,7 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
     attending, s = len(config.attending), config.sizes
     rule = config.L - attending, (2 * s["n"] + s["v"] if config.linear else 0)  # A_log, dt and the heads' gain
     return {
-        "mlp": config.matrices * D * (sparse * wide + config.dense_layers * config.F_dense),
+        "mlp": config.matrices * D * (sparse * wide + len(config.dense) * config.F_dense),
         "attention": attending * attention_params(config) + (config.L - attending) * linear_params(config),
         "router": sparse * D * (config.E + config.shared_gate) if config.moe else 0,
         "norms": attending * head_norms + math.prod(rule) + gains * D * config.norm_gain,

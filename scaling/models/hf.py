@@ -23,9 +23,9 @@ from scaling.configs import load as load_config
 from scaling.configs.hugging_face_write import write_config as table_of
 from scaling.configs.quantized import experts_packed, weight_blocks
 from scaling.mesh import AbstractMesh
-from scaling.models.hf_layout import FileLayout, leaf_layouts
+from scaling.models.hf_layout import FileLayout, layer_numbers, leaf_layouts
 from scaling.models.hf_scaled import BLOCKS, EXPONENTS, PackedSlice, ScaledSlice, is_scale, scale_of
-from scaling.models.leaves import specs_of
+from scaling.models.leaves import STACKS, specs_of
 from scaling.models.params import IN_ORDER, Places, places_of, stored_sizes
 from scaling.models.pointwise import XIELU
 from scaling.spec import Spec, parse
@@ -123,7 +123,7 @@ def save_sharded(
     types = tree.map(parse, specs)
     slots = places.get("L", range(config.sizes["L"]))
     tree.check(params, types, stored_sizes(config, places), mesh)
-    parts = config.L - config.dense_layers + 1
+    parts = config.L + 1
     names = [SINGLE] if single else [f"model-{i:05}-of-{parts:05}.safetensors" for i in range(1, parts + 1)]
     if stale := {path.name for path in folder.glob("model*.safetensors*")} - {*names, *([] if single else [INDEX])}:
         raise ValueError(f"{folder}: holds another checkpoint, {min(stale)}\n  fix: give a folder without one")
@@ -133,7 +133,8 @@ def save_sharded(
     leads = all(at == 0 for axis, at in mesh.coord.items() if axis not in stages)
     held = {}
     for number, part in _parts(params, types, leaf_layouts(config), config, mesh, slots):
-        if not leads or (number == 0 and mesh.rank != 0):
+        staged = number > 0 and config.kinds[number - 1] != "dense"  # all stages hold the ends and the dense layers
+        if not leads or (mesh.rank != 0 and not staged):
             continue
         held |= part | {
             name: torch.tensor(value, dtype=params["embed"].dtype)
@@ -157,10 +158,9 @@ def save_sharded(
 def _parts(
     params: dict, types: dict, layouts: dict, config: Config, mesh, slots: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield (0, the tensors of the ends and of dense layers before those with experts), then (l + 1, layer l's).
+    """Yield (0, the tensors of the ends), then (l + 1, layer l's) of the layers that this rank holds a part of.
 
-    Each tensor is gathered whole. After the dense layers, a rank yields only
-    the layers that it holds a part of.
+    Each tensor is gathered whole.
     """
 
     def add(pieces: TensorParts, leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> None:
@@ -177,14 +177,14 @@ def _parts(
         return {name: own[0][0].join([part for _, part in own], config.sizes) for name, own in found.items()}
 
     ends: TensorParts = {}
-    stacks = ("layers", "linear")
-    each = (tree.leaves({n: some[n] for n in params if n not in stacks}) for some in (params, types, layouts))
+    each = (tree.leaves({n: some[n] for n in params if n not in STACKS}) for some in (params, types, layouts))
     for leaf, spec, layout in zip(*each, strict=True):
         add(ends, leaf, spec, layout, {})
     yield 0, whole(ends)
     mine = places_of(types, slots, mesh)
     held = [("layers", {"L": slots[i]}, i - mine.start) for i in mine if slots[i] >= 0]
-    held += [("linear", {"l": i}, i) for i in range(config.sizes.get("l", 0))]
+    others = (("dense", "G"), ("linear", "l"))
+    held += [(stack, {dim: i}, i) for stack, dim in others if stack in params for i in range(config.sizes[dim])]
     for stack, at, place in held:
         layer: TensorParts = {}
         each = (tree.leaves(some[stack]) for some in (params, types, layouts))
@@ -194,9 +194,8 @@ def _parts(
 
 
 def file_number(config: Config, at: Mapping[str, int]) -> int:
-    """Return the number of a tensor's file, given its indices: l + 1 in layer l, 0 at the ends and in dense layers."""
-    numbers = {"L": config.attending, "l": config.linear.layers if config.linear else ()}
-    return next((numbers[dim][at[dim]] + 1 for dim in numbers if dim in at), 0)
+    """Return the number of a tensor's file, given its indices: l + 1 in layer l of the model, and 0 at the ends."""
+    return next((layers[at[dim]] + 1 for dim, layers in layer_numbers(config).items() if dim in at), 0)
 
 
 def safetensors() -> Any:

@@ -44,7 +44,7 @@ class FileLayout:
 
     def tensor(self, at: Mapping[str, int]) -> str:
         """Return the name of the tensor with these indices."""
-        return self.name.format(**dict(at) | {dim: self.layers[at[dim]] for dim in "Ll" if dim in at})
+        return self.name.format(**dict(at) | {dim: self.layers[at[dim]] for dim in "LGl" if dim in at})
 
     @property
     def numbered(self) -> list[str]:
@@ -130,10 +130,16 @@ def turned_order(H: int, rotary: int, paired: bool) -> tuple[int, ...]:
     return () if order == [*range(H)] else tuple(order)
 
 
+def layer_numbers(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the numbers in the model of the layers of each stack, by the dim that counts them."""
+    stacks = {"L": "layers", "G": "dense", "l": "linear"}
+    return {dim: tuple(l for l, kind in enumerate(config.kinds) if kind == stacks[dim]) for dim in stacks}
+
+
 def leaf_layouts(config: Config) -> dict:
     """Return the FileLayout of each param. Raise a ValueError if no class of Hugging Face's is this model."""
     specs, kind = specs_of(config), kind_of(config)
-    numbers = {"L": config.attending[config.dense_layers :], "l": config.linear.layers if config.linear else ()}
+    numbers = layer_numbers(config)
     order = () if config.latent else turned_order(config.H, config.rotary, kind in PAIRED)
 
     def layout(key: str, leaf: Leaf, spec: str) -> FileLayout:
@@ -142,7 +148,7 @@ def leaf_layouts(config: Config) -> dict:
         parts = {"parts": int(rows)} if rows.isdecimal() else {"joined": tuple(rows.split())}
         given: Any = {"order": order if key in TURNED else ()} | parts
         return FileLayout(
-            name, tuple(dims.split(", ")), parse(spec).dim_names, numbers["l" if "{l}" in name else "L"],
+            name, tuple(dims.split(", ")), parse(spec).dim_names, numbers.get(parse(spec).dim_names[0], ()),
             part=int(part or 0), **given,
         )  # fmt: skip
 

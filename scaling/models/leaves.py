@@ -208,7 +208,7 @@ SHARED = {  # the experts that every token passes; S is their width together
 
 
 def _dense(leaf: Leaf) -> Leaf:
-    """Return the leaf of the G dense layers before those with experts, which have O features."""
+    """Return the leaf of the G dense layers beside those with experts, which have O features."""
     name, dims = leaf.hf
     types = (text.replace("[L_Z", "[G").replace("[L", "[G") for text in (leaf.trained, leaf.served))
     trained, served = (re.sub(r"\bF(?=_)", "O", text) for text in types)
@@ -253,7 +253,7 @@ def matrices_of(config: Config) -> dict:
 def leaves_of(config: Config) -> dict:
     """Return the tree of this model's leaves: {"embed", "dense": {...}, "layers": {...}, "norm", "unembed"}.
 
-    "dense" exists only if dense layers come before those with experts, and "linear" if some layers are linear.
+    "dense" exists only if some layers are dense beside others with experts, and "linear" if some are linear.
     """
 
     def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
@@ -299,8 +299,8 @@ def uncomputed(config: Config) -> list[str]:
     found += [f"qk_bare with {name}" for name, has in plain.items() if has and config.qk_bare]
     found += ["a gate by xielu"] if _xielu(config) and config.gated else []
     found += ["head_gate with biases"] if config.head_gate and config.attention_bias else []
-    if config.dense_layers and not (config.moe and config.dense_layers < config.L):
-        found.append(f"dense_layers={config.dense_layers} without layers with experts after them")
+    if config.dense and not (config.moe and len(config.dense) < config.L):
+        found.append(f"dense_layers={config.dense_layers} without layers with experts")
     plain = {"LayerNorm": config.centered, "norms after blocks": config.norms != "before", "mlp_bias": config.mlp_bias}
     plain |= {"parallel blocks": config.parallel}
     plain |= {"scaled inputs and biases": config.routing == "inputs" and config.expert_bias}

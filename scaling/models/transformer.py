@@ -165,11 +165,9 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
 
 
 def all_layers(params: dict, config: Config) -> list[dict]:
-    """Return the params of each layer. Dense layers, if the model has them, come before those with experts."""
-    if config.linear:
-        stacks = {name: iter(tree.unstacked(params[name])) for name in ("linear", "layers")}
-        return [next(stacks["linear" if l in config.linear.layers else "layers"]) for l in range(config.L)]
-    return tree.unstacked(params.get("dense", {})) + tree.unstacked(params["layers"])
+    """Return the params of each layer, from the stack of its kind."""
+    stacks = {name: iter(tree.unstacked(params[name])) for name in dict.fromkeys(config.kinds)}
+    return [next(stacks[kind]) for kind in config.kinds]
 
 
 def loss(

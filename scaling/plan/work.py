@@ -109,7 +109,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
         )  # fmt: skip
     config, L = model, model.L
     params, active = tm.params(config), tm.params(config, active=True)
-    sparse = L - config.dense_layers if config.moe else 0
+    sparse = L - len(config.dense) if config.moe else 0
     routed = config.matrices * config.D * config.F * config.k * sparse / L if config.moe else 0
     experts = routed * config.E / config.k if config.moe else 0
     dense = (active["mlp"] + active["attention"] + active["router"]) / L - routed

@@ -103,7 +103,9 @@ def traced_depths(
         few, full = 2, max(Z - (coord or {}).get("Z", 0), AHEAD + 1) + 1
     if memory and Z > 1 and (2 * full >= M or (settings.schedule_on(sizes) and not in_rounds)):
         full = M  # one run of all microbatches takes less than runs of two smaller numbers
-    layers = samples(model.L, period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
+    unit, dense = period(model) * Z * chunks, model.dense_layers
+    first = 2 * unit if isinstance(dense, tuple) else dense  # counts are linear from two runs of each kind on
+    layers = samples(model.L, unit, first + few * Z * chunks)
     if model.linear or settings.optimizer == "muon":  # Muon's update deals the matrices of all layers out to the ranks
         layers = [(Fraction(1), model.L)]
     batches = samples(M, Z if chunks > 1 else 1, full)
@@ -126,10 +128,9 @@ def with_few(settings: Settings, L: int, M: int) -> Settings:
     """Return the settings with the first L layers and M microbatches of as many rows."""
     model, rows = settings.model, settings.batch // settings.microbatches
     windows = model.window[:L] if isinstance(model.window, tuple) else model.window
-    unrotated = tuple(l for l in model.unrotated if l < L)
-    return replace(
-        settings, model=model.with_(L=L, window=windows, unrotated=unrotated), batch=rows * M, microbatches=M
-    )
+    here = {name: tuple(l for l in getattr(model, name) if l < L) for name in ("unrotated", "dense")}
+    model = model.with_(L=L, window=windows, unrotated=here["unrotated"], dense_layers=here["dense"])
+    return replace(settings, model=model, batch=rows * M, microbatches=M)
 
 
 def samples(whole: int, unit: int, least: int) -> list[tuple[Fraction, int]]:
@@ -161,8 +162,9 @@ def primed(whole: int, name: str) -> list[tuple[Fraction, int]]:
 
 
 def period(model: Config) -> int:
-    """Return the number of layers after which their windows and rotations repeat."""
-    kinds = [(window, l in model.unrotated) for l, window in enumerate(model.windows)]
+    """Return the number of layers after which their windows, rotations and kinds repeat, dense first layers aside."""
+    mixed = model.dense if isinstance(model.dense_layers, tuple) else ()
+    kinds = [(window, l in model.unrotated, l in mixed) for l, window in enumerate(model.windows)]
     return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[:-p])
 
 

@@ -63,8 +63,9 @@ def structure_of(
         raise NotMonomial(f"{model.name}: some sizes are not products")
     if (model.K % Y and Y % model.K) or model.k > El * (LEAST["E"] if sizes.get("E", 1) > 1 else 1):
         raise NotMonomial(f"{model.name}: {model.K} heads on {Y} ranks, or {model.k} of so few experts")
-    stage = (L - model.dense_layers) // Z
-    counts = {L, M, Z, Z - 1, C, stage, stage + 1, model.dense_layers, El, El + 1, J} - {0}
+    dense = tuple(l for l in model.dense if l < L)
+    stage = (L - len(dense)) // Z
+    counts = {L, M, Z, Z - 1, C, stage, stage + 1, len(dense), El, El + 1, J} - {0}
     own = ("El", El, model.E // sizes.get("E", 1)), ("J", J, loss_chunks(settings, sizes)[0])
     loop = {name: n for name, n, whole in own if n != whole}
     p = primes_for([*LEAST], counts - {*loop.values()}, {**least, **loop})
@@ -94,7 +95,7 @@ def structure_of(
     changes |= {"unrotated": tuple(l for l in model.unrotated if l < L)}
     changes |= {"E": El * E} if model.moe else {}
     changes |= {"F_shared": at["S"]} if model.shared else {}
-    changes |= {"F_dense": at["O"]} if model.dense_layers else {}
+    changes |= {"F_dense": at["O"], "dense_layers": dense} if model.dense else {}
     axes = {axis: at.get(axis, n) for axis, n in sizes.items() if n > 1} or {"X": 1}
     small = replace(
         Settings(model.with_(**changes), "", ""), microbatches=M, seq=at["T"], dtype=settings.dtype,

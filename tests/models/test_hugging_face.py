@@ -231,7 +231,6 @@ UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says ot
     "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
     "hidden_act 'xielu'": {"hidden_act": "xielu"},
     "embedding_dropout=0.1": {"model_type": "starcoder2", "embedding_dropout": 0.1},
-    "dense layers": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
 }
 
 

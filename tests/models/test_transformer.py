@@ -288,7 +288,7 @@ test_what_one_device_does_not_compute = refused(
             "'dynamic' is not computed here; linear, llama3, yarn, longrope are": partial(
                 rope.frequencies, 8, 1e4, DYNAMIC
             ),
-            "without layers with experts after them": lambda: transformer.init(FIRST.with_(dense_layers=3)),
+            "without layers with experts": lambda: transformer.init(FIRST.with_(dense_layers=3)),
             "floats": lambda: transformer.init(SMALL, dtype=torch.int32),
         }
     )

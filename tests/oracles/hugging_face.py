@@ -157,9 +157,9 @@ CASES = {
     "olmo": ("Olmo", {"clip_qkv": 0.7}),
     "olmoe clipped": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.8}),
     "llama4": ("Llama4Text", LLAMA4 | {"rope_parameters": LLAMA3}),
-    "llama4 dense first": (
+    "llama4 dense between": (
         "Llama4Text",
-        LLAMA4 | {"moe_layers": [2, 1], "num_experts_per_tok": 2, "attention_bias": True},
+        LLAMA4 | {"moe_layers": [2, 0], "num_experts_per_tok": 2, "attention_bias": True},
     ),
     "llama4 bare": ("Llama4Text", LLAMA4 | {"use_qk_norm": False, "attn_temperature_tuning": False}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),

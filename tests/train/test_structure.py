@@ -22,6 +22,7 @@ KINDS = {
     "few heads": DENSE.with_(K=2, N=16), "one head a rank": DENSE.with_(K=4, N=16), "experts": EXPERTS.with_(E=8, k=2),
     "many experts": EXPERTS.with_(E=64, k=4), "a shared expert": EXPERTS.with_(E=16, k=2, shared=1, F_shared=1024),
     "a dense layer first": EXPERTS.with_(E=8, k=2, dense_layers=1, F_dense=2048),
+    "dense layers between": EXPERTS.with_(E=8, k=2, dense_layers=tuple(range(1, 32, 2)), F_dense=2048),
     "chunks": EXPERTS.with_(
         E=8, k=1, shared=1, routing="inputs", window=(1024, 2048, None, 1024) * 8, chunked=True, unrotated=(2, 5),
         qk_norm=True, qk_bare=True, query_growth=0.1,
@@ -38,7 +39,12 @@ def drawn(kind: str, seed: int) -> tuple:
     sizes = sizes or {"X": 4}
     M, L = pick([4, 8]) if "Z" in sizes else pick([1, 2, 5]), pick([6, 7, 8])
     windows = model.window[:L] if isinstance(model.window, tuple) else model.window
-    model = model.with_(L=L, window=windows, D=pick([2048, 4096]) * 2, F=pick([1024, 3584]), V=pick([32000, 128256]))
+    dense = tuple(l for l in model.dense if l < L)
+    if len(dense) > 1:  # no stage stores them
+        sizes.pop("Z", None)
+    model = model.with_(
+        L=L, window=windows, dense_layers=dense, D=pick([2048, 4096]) * 2, F=pick([1024, 3584]), V=pick([32000, 128256])
+    )
     settings = Settings(
         model, "", "", prod(sizes.get(axis, 1) for axis in "PXE") * M * pick([1, 2]), pick([1024, 2048, 4096]),
         microbatches=M, dtype="bf16", zero=pick([0, 1, 2, 3]),

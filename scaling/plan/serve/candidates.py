@@ -126,7 +126,7 @@ class ServingPlan:
             copies, width = self.chips / E, c.sizes["R"] + c.sizes["M"]
         more = (copies - 1) * len(c.attending) * c.D * width * dtype_bytes(self.service.weights)
         if self.form == "experts":
-            more += (Y - 1) * c.matrices * c.D * c.S * (c.L - c.dense_layers) * dtype_bytes(self.service.weights)
+            more += (Y - 1) * c.matrices * c.D * c.S * (c.L - len(c.dense)) * dtype_bytes(self.service.weights)
         dense = E * (load.weights - load.experts + more)
         return replace(load, weights=dense + load.experts, lookup=E * load.lookup)
 

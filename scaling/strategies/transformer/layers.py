@@ -181,10 +181,9 @@ def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequ
 
 
 class LayerStack:
-    """One stack of a Transformer's layers, "layers" or "dense", or the part of a stack that a stage holds.
+    """A run of a Transformer's layers of one kind, or of those that a stage holds.
 
-    Its engine (`scaling.strategies.layers`) runs each layer with the context of its place in the model. Dense layers
-    run before the others, as the stack `below` them. On stages their gradients are unreduced over Z, too.
+    Its engine (`scaling.strategies.layers`) runs each layer with the context of its place in the model.
 
     Args:
         step: The resolved step.
@@ -193,7 +192,7 @@ class LayerStack:
         first: The model's layer that the stack begins with.
         count: The number of the stack's layers, or None for all.
         start: The index of the first of them in the stack's params.
-        below: The stack that runs before this one, in a model whose layers alternate between two kinds.
+        below: The stack that runs before this one, in a model with layers of several kinds.
         out: As in `Layers`.
         late: As in `Layers`.
     """
@@ -207,9 +206,7 @@ class LayerStack:
         self.structure: Any
         leaves, self.structure = optree.tree_flatten(held)
         layers = [*zip(*map(Tensor.unbind, leaves), strict=True)][start:][:count]
-        dense = step.config.dense_layers if stack == "layers" else 0
-        self.first = first + dense
-        self.below = LayerStack(step, params, "dense", late=late) if dense and first == 0 else below
+        self.first, self.below = first, below
         small = step.limits.small
         dims = packed_leaves(layers[0], self.lines, step.mesh, small)
         gather = (
@@ -306,17 +303,23 @@ class LayerStack:
 
 
 def stacks_of_kinds(step: TrainStep, params: Mapping) -> LayerStack:
-    """Return the stack of all layers of a model with linear ones: each run of one kind is a stack above the run before.
+    """Return the stack of all layers: each run of one kind is a stack above the run before.
 
     The first layer of a run waits for its weights, which no layer before it gathers.
     """
-    below, starts, linear = None, {"linear": 0, "layers": 0}, cast(Any, step.config.linear)
-    for is_linear, run in groupby(range(step.config.L), linear.layers.__contains__):
-        layers, stack = [*run], "linear" if is_linear else "layers"
-        given: Any = {"first": layers[0], "count": len(layers), "start": starts[stack], "below": below}
-        below = LayerStack(step, params, stack, **given)
-        starts[stack] += len(layers)
+    below, kinds = None, step.config.kinds
+    for stack, run in groupby(range(step.config.L), kinds.__getitem__):
+        layers = [*run]
+        given: Any = {"first": layers[0], "count": len(layers), "below": below}
+        below = LayerStack(step, params, stack, start=kinds[: layers[0]].count(stack), **given)
     return cast(LayerStack, below)
+
+
+def stack_of_stage(step: TrainStep, params: Mapping, layers: range, out=None, late=False) -> LayerStack:
+    """Return a stage's `layers`, counted in their stack; dense layers before those with experts run on the first."""
+    dense = len(step.config.dense)
+    below = LayerStack(step, params, "dense", late=late) if dense and layers.start == 0 else None
+    return LayerStack(step, params, first=dense + layers.start, count=len(layers), below=below, out=out, late=late)
 
 
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
@@ -328,7 +331,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
     ends = gather_ends(params, mesh, step.lines)
-    layers = stacks_of_kinds(step, params) if step.config.linear else LayerStack(step, params)
+    layers = stacks_of_kinds(step, params)
     late = step.options.zero == 1 and not step.each
     losses, dends, scattered, size = [], {}, {}, len(ends["embed"])
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)

@@ -27,11 +27,11 @@ from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.layers import (
-    LayerStack,
     LocalBatch,
     add_by_name,
     gather_ends,
     scatter_ends,
+    stack_of_stage,
     stacks_of_kinds,
     total_ends,
     total_leaves,
@@ -57,12 +57,11 @@ def stage_of(
 
     def prepare(params, mesh, s, out):
         tree.map(Tensor.zero_, out)
-        first, count = ranges[s].start, len(ranges[s])
-        out = [stack[:count] for stack in tree.leaves(out)]
-        return LayerStack(step, {"dense": dense} | params, first=first, count=count, out=out, late=not step.each)
+        out = [stack[: len(ranges[s])] for stack in tree.leaves(out)]
+        return stack_of_stage(step, {"dense": dense} | params, ranges[s], out=out, late=not step.each)
 
     def embeds(chunk) -> bool:
-        return chunk.first == config.dense_layers
+        return chunk.first == len(config.dense)
 
     def forward(chunk, In, mesh, m):
         if embeds(chunk):
@@ -187,8 +186,7 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            given: Any = {"first": layers.start, "count": len(layers)}
-            chunk = stacks_of_kinds(step, params) if config.linear else LayerStack(step, params | own[s], **given)
+            chunk = stacks_of_kinds(step, params) if schedule is None else stack_of_stage(step, params | own[s], layers)
             x, more, _ = chunk.run_forward(x, at)
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:

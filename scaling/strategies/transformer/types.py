@@ -152,10 +152,11 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n"
             "  fix: rename the axis to one of these"
         )
-    if config.linear and sizes.get("Z", 1) > 1:
+    if (config.linear or isinstance(config.dense_layers, tuple)) and sizes.get("Z", 1) > 1:
+        what = "linear layers" if config.linear else "dense layers among those with experts"
         raise ShardingError(
-            f"{config.name}: linear layers over Z={sizes['Z']}\n  rule: a stage stores layers of one kind\n"
-            "  fix: give the ranks of Z to X, C or Y"
+            f"{config.name}: {what} over Z={sizes['Z']}\n  rule: a stage stores layers of one kind, after dense first "
+            "layers\n  fix: give the ranks of Z to X, C or Y"
         )
     X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
