@@ -21,11 +21,12 @@ import torch
 
 from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.layout import format_number
+from scaling.book.layout import beside, format_number
 from scaling.book.page import Page
 from scaling.common.console import number as positive
 from scaling.hardware import chip
 from scaling.hardware.torus import Torus, slice_of
+from scaling.show import svg
 
 page = Page(__doc__, bytes=(64e6, "bytes of the array in the table of slices", positive(1)))
 V5E, V5P, V4P = (chip(name) for name in ("v5e", "v5p", "v4p"))
@@ -58,16 +59,18 @@ page.table([(name, *(f"{chip(name).flops() / rate:,.0f}" if rate else "-" for ra
 
 
 # %%
-def hops_from_corner(torus: Torus) -> list[str]:
-    """Return the hops from chip (0, 0) to each chip of a 2D torus, as lines of text."""
+def hops_from_corner(torus: Torus) -> list[list[int]]:
+    """Return the hops from chip (0, 0) to each chip of a 2D torus."""
     rows, columns = torus.shape
-    return [" ".join(f"{torus.distance((0, 0), (x, y)):>2}" for y in range(columns)) for x in range(rows)]
+    return [[torus.distance((0, 0), (x, y)) for y in range(columns)] for x in range(rows)]
 
 
 page.title("Hops from TPU{0,0}: 4x4 of lines (a slice of v5e), and as if of rings")
 lines, rings = Torus((4, 4), (False, False)), Torus((4, 4), (True, True))
-pairs = zip(hops_from_corner(lines), hops_from_corner(rings), strict=True)
-page.say("\n".join(f"    {line}        {ring}" for line, ring in pairs))
+hops = {"lines": hops_from_corner(lines), "rings": hops_from_corner(rings)}
+shaded = {name: [[(str(n), f"hsl(210,65%,{95 - 8 * n}%)") for n in row] for row in rows] for name, rows in hops.items()}
+drawn = ["\n".join([name, *(" ".join(map(str, row)) for row in rows)]) for name, rows in hops.items()]
+page.show(beside(drawn, gap=8), lambda: svg.grids(shaded.items(), 120, 120))
 
 # %% [markdown]
 # The table has slices, the parts of a pod that one can rent. Their bisection is what all links carry together between

@@ -15,7 +15,7 @@ import torch
 
 from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.layout import format_number, width
+from scaling.book.layout import beside, format_number, width
 from scaling.book.page import Page
 from scaling.hardware import Chip, chip, chips, systolic
 from scaling.show import bars, svg
@@ -152,20 +152,24 @@ page.check("a pointwise product takes as long as HBM does", math.isclose(took, o
 # so fast: each cell passes its numbers on to its neighbours, and nothing goes back to a register in between. The price
 # is that it does nothing else, and that a matrix which does not fill the grid wastes cells. Here X[2, 3] W[3, 3] runs
 # on 3 x 3 cells. W stays in the cells; row k of the grid receives column k of X, one cycle later than the row above;
-# partial sums move down. Each frame is one cycle t: at its left is the number of the row of X that is in each cell, and
-# at its right the partial sum that leaves the cell. In the bottom row the products come out diagonally.
+# partial sums move down. Each frame is one cycle t, and shows of each cell the row of X that is in it and the partial
+# sum that leaves it (in a terminal, at the left and at the right). In the bottom row the products come out diagonally.
 
 # %% tags=["hide-input"]
 X, weights, frames = torch.arange(6.0).view(2, 3), torch.arange(9.0).view(3, 3), []
 result = systolic.systolic_matmul(X, weights, 3, frames)
 page.title("The row of X in each cell, and the partial sum that leaves it")
 page.say(f"X = {X.int().tolist()}, W = {weights.int().tolist()}")
-for first in (0, 3):
-    grids = [
-        [f"t = {t}", *(f"{row}   {sums}" for row, sums in zip(systolic.draw(f), systolic.draw(f, True), strict=True))]
-        for t, f in list(enumerate(frames))[first : first + 3]
+cells, pictures = [], []
+for t, frame in enumerate(frames):
+    both = zip(systolic.draw(frame), systolic.draw(frame, True), strict=True)
+    cells.append("\n".join([f"t = {t}", *("   ".join(line) for line in both)]))
+    inside = [[*zip(*line, strict=True)] for line in zip(*(grid.tolist() for grid in frame), strict=True)]
+    named = [
+        [(f"row {x}\n{total:g}", svg.colour(x, 2, 2)) if x >= 0 else ("", "") for x, total in line] for line in inside
     ]
-    page.say("\n".join("".join(f"{cell:<24}" for cell in row).rstrip() for row in zip(*grids, strict=True)))
+    pictures.append((f"t = {t}", named))
+page.show(beside(cells, gap=8), lambda: svg.grids(pictures, 180, 108))
 page.say(f"X W = {result.out.int().tolist()}")
 page.check("the array's outputs are X W", torch.equal(result.out, X @ weights))
 

@@ -167,21 +167,21 @@ page.say(f"AllGather^T = ReduceScatter, n = 2, p = 3: {transposed}")
 
 # %% [markdown]
 # ## The rings behind them, hop by hop
-# A collective over a ring is a series of hops between neighbours. In the pictures, the AllGather takes n - 1 hops one
-# way and n/2 both ways. With more devices there are more hops, but each carries a smaller shard, so the time of a large
-# array does not depend on their number. A ReduceScatter's sum collects its terms on the way to the device that keeps
-# it. An AllToAll has fewer chunks to pass on with every hop: 3 + 2 + 1 quarters of a shard, which is half of what an
-# AllGather sends.
+# A collective over a ring is a series of hops between neighbours. In the pictures, each row is a device, and the
+# AllGather takes n - 1 hops one way and n/2 both ways. With more devices there are more hops, but each carries a
+# smaller shard, so the time of a large array does not depend on their number. A ReduceScatter's sum collects its terms
+# on the way to the device that keeps it. An AllToAll has fewer chunks to pass on with every hop (those right of the
+# bar, or without a colour): 3 + 2 + 1 quarters of a shard, which is half of what an AllGather sends.
 
 # %%
 page.title("AllGather both ways on a ring of 8: the shards that a device has")
-page.say(frames.draw(frames.all_gather(8), lambda held: frames.draw_shards(held, 8)))
+frames.show_frames(page, frames.all_gather(8), lambda held: frames.draw_shards(held, 8))
 page.title("AllGather one way on a ring of 4")
-page.say(frames.draw(frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4)))
+frames.show_frames(page, frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4))
 page.title("ReduceScatter one way on a ring of 4: a device's block, and the terms of its sum")
-page.say(frames.draw(frames.reduce_scatter(4), frames.partial_sum))
-page.title("AllToAll one way: what a device keeps | passes on; b3 goes from b = 1 to 3")
-page.say(frames.draw(frames.all_to_all(4), frames.draw_chunks))
+frames.show_frames(page, frames.reduce_scatter(4), frames.partial_sum)
+page.title("AllToAll one way: what a device keeps, and what it passes on; b3 goes from b = 1 to 3")
+frames.show_frames(page, frames.all_to_all(4), frames.draw_chunks)
 
 
 def check_rings(mesh) -> dict[str, float]:

@@ -48,7 +48,7 @@ SQUARE = {"X": 2, "Y": 2}
 
 # %%
 page.title("The book's nine shardings over 2 x 2 devices: the devices that hold each block")
-page.say(beside(show.draw(spec, SQUARE) for spec in show.NINE))
+page.show(beside(show.draw(spec, SQUARE) for spec in show.NINE), lambda: show.picture_of_blocks(show.NINE, SQUARE))
 
 # %% [markdown]
 # The second picture turns this round. It shows the mesh, and in each device the block that it has. A block has the

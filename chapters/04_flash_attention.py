@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 4, Appendix A, How does Flash Attention work? Attention over chunks of keys, forward and backward.
+"""Part 4, Appendix A, How does Flash Attention work?: attention over chunks of keys, forward and backward.
 https://jax-ml.github.io/scaling-book/transformers
 
 Flash attention never has all scores [T, S] of a head in memory. It reads the keys and values in chunks, and with each

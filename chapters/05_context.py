@@ -31,7 +31,7 @@ from torch.func import vjp
 from scaling.algebra.law import check_product
 from scaling.book.answers import Answer
 from scaling.book.largest import largest
-from scaling.book.layout import bar
+from scaling.book.layout import bar, beside
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.collectives import all_to_all, einsum, ppermute, unshard, wait
@@ -236,7 +236,8 @@ page.show(text(hops, {"C": C}), lambda: svg.player(hops, {"C": C}))
 # %% [markdown]
 # Under a causal mask, late queries see more keys than early ones. The next picture shows which scores each rank
 # computes at each hop: the sequence is cut into 2C chunks, queries go downwards and keys to the right, a digit is the
-# rank that computes this block (on the diagonal half of it), and a dot is a block that nobody computes at this hop.
+# rank that computes this block (on the diagonal half of it). A dot, or a grey cell, is a block that nobody computes at
+# this hop.
 #
 # In plain order rank c has the chunks 2c and 2c+1. At hop 1, rank 0 receives the last keys of the sequence, which none
 # of its queries may see, and it waits; at each further hop one more rank waits. The last rank computes C - 1/2 blocks
@@ -255,14 +256,14 @@ def computed(order, hop) -> list[str]:
     return [" ".join(who.get((q, k), ".") for k in range(2 * C)) for q in range(2 * C)]
 
 
-drawn, wide = {}, max(1, page.columns // (4 * C + 3))  # hops beside each other
+drawn, colours = {}, {str(c): svg.colour(c, C, C) for c in range(C)}
 for order in ("plain", "zig-zag"):
     page.title(f"Blocks of scores in {order} order, by hop")
     drawn[order] = [computed(order, hop) for hop in range(C)]
-    for first in range(0, C, wide):
-        heads = [f"hop {hop}".ljust(4 * C - 1) for hop in range(C)]
-        grids = [[head, *grid] for head, grid in zip(heads, drawn[order], strict=True)][first : first + wide]
-        page.say("\n".join("    ".join(line).rstrip() for line in zip(*grids, strict=True)))
+    grids = ["\n".join([f"hop {hop}", *lines]) for hop, lines in enumerate(drawn[order])]
+    cells = [[[(c.strip("."), colours.get(c, "")) for c in line.split()] for line in hop] for hop in drawn[order]]
+    named = [(f"hop {hop}", rows) for hop, rows in enumerate(cells)]
+    page.show(beside(grids), lambda named=named: svg.grids(named, 136, 136))
 page.title("The scores of each rank in both orders, over all hops")
 plain, zigzag = (list(map(int, context.work(form, 64 * C, C))) for form in ("ring", "zigzag"))
 mean = sum(plain) / C

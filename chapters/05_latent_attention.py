@@ -1,10 +1,10 @@
 # %% [markdown]
-"""Part 5, beyond the book: latent attention on a mesh, as DeepSeek-V2 and V3 train it.
+"""Part 5, latent attention: how DeepSeek-V2 and V3 train it on a mesh, beyond the book.
 https://jax-ml.github.io/scaling-book/training
 
 Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) projects the stream down to low ranks, once for
-the queries and once for keys and values together. The second of these latents is all that a cache has to store. The
-rotary part of the keys, K_R, is shared by all heads. With heads over Y it is replicated, and its gradient is a partial
+the queries and once for keys and values together. The second of these latents, and one rotary part K_R of the keys that
+all heads share, are all that a cache has to store. With heads over Y, K_R is replicated, and its gradient is a partial
 sum on every rank.
 """
 
@@ -15,9 +15,10 @@ sum on every rank.
 # attention keeps all heads, and computes their keys and values from one small vector per token, the latent: 576 numbers
 # are cached instead of 32,768.
 #
-# The price is more products in training, and a layout that does not suit heads. All heads share the latent, so if the
-# heads are split over Y, each rank has a copy of it. Where caches are short, or serving is not the aim, plain heads are
-# simpler. (B sequences have T tokens of D numbers, N is the number of heads and H the width of a head's output.)
+# The price is a longer chain of products, down to the latent and up to the heads, and a layout that does not suit
+# heads: all heads share the latent, so if the heads are split over Y, each rank has a copy of it. Where caches are
+# short, or serving is not the aim, plain heads are simpler. (B sequences have T tokens of D numbers, N is the number of
+# heads and H the width of a head's output.)
 
 # %%
 import torch
@@ -60,8 +61,8 @@ LIMIT = 1e-11
 # latent each head computes W = nope + value numbers, its key without position and its value; the rotary part of the key
 # is one vector K_R of I = rope numbers for all heads. So the cache stores M = C + rope numbers per token. In the names
 # of weights D is down and U is up: W_DQ goes from the stream to the queries' latent, and W_UQ from there to the heads.
-# Compare the widths of DeepSeek-V3: R and M together are a third of D, while all heads' queries have N A, more than
-# three times D.
+# Compare the widths of DeepSeek-V3: R and M together are less than a third of D, while all heads' queries have N A,
+# more than three times D.
 
 # %%
 V3 = get("deepseek-v3")
@@ -106,7 +107,7 @@ def attention(W, x, mesh):
     K_R = all_gather("K_R[B_X, T_Y, I] -> K_R[B_X, T, I]", K_R, mesh)  # shared by all heads
     Q = einsum("C_Q[B_X, T, R] * W_UQ[R, N_Y, A] -> Q[B_X, T, N_Y, A]", C_Q, W["W_UQ"])
     KV = einsum("C_KV[B_X, T, C] * W_UKV[C, N_Y, W] -> KV[B_X, T, N_Y, W]", C_KV, W["W_UKV"])
-    O = attended(Q, KV, K_R, sdpa, ROPE, config)  # each head alone: nothing is sent
+    O = attended(Q, KV, K_R, sdpa, ROPE, config)  # rotates, joins K_R to each head's key, attends: nothing is sent
     Attn = einsum("O[B_X, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_X, T, D] {U_Y}", O, W["W_O"])
     return reduce_scatter("Attn[B_X, T, D] {U_Y} -> Attn[B_X, T_Y, D]", Attn, mesh)  # on the critical path
 
@@ -203,15 +204,16 @@ page.check("a rank's own dK_R is wrong where heads are split, and the sum is rig
 # %% [markdown]
 # ## Cost and savings
 # Over Y, a rank gathers R + M numbers for each token instead of D, and scatters as many gradients in the backward,
-# while the outputs of attention have D as always. The cache is where latent attention pays. In the last row, the same
-# model with a key and a value for each head would store 57 times as much.
+# while the outputs of attention have D as always. The cache is where latent attention pays: in the last row, a key and
+# a value for each head would take 57 times as many bytes.
 
 # %%
 R, C, M, D = (theirs[dim] for dim in "RCMD")
 heads = V3.with_(latent=None)
 page.answers([
-    Answer("DeepSeek-V3: latents gathered over Y, for D of heads", "", (R + M) / D, "", "(R + M) / D"),
-    Answer("... bytes over Y of a layer's attention, forward and backward, for those of heads", "",
+    Answer("DeepSeek-V3: numbers of a token gathered over Y, compared with plain heads", "", (R + M) / D, "",
+           "(R + M) / D"),
+    Answer("... bytes over Y of a layer's attention, both passes, compared with plain heads", "",
            (2 * (R + M) + 2 * D) / (4 * D), "", "(2 (R + M) + 2 D) / 4 D"),
     Answer("Params of its attention, one layer", "", tm.attention_params(V3) / 1e6, "M",
            "D (R + M) + R N A + C N W + N H D"),
@@ -227,7 +229,7 @@ page.end()
 # 1. Edit: replace `all_reduce(A, dW["W_DQ"], mesh)` by `dW["W_DQ"]`. Whose gradient is wrong, and what finds it?
 #    Answer: That of W_DQ: each rank along Y has the terms of its own tokens only. Run as a script, the chapter is
 #    refused before a rank starts: the next line wants {U_X}, and the gradient is still {U_XY}. In a notebook, which is
-#    not judged, dW_DQ says NO.
+#    not judged, the row of dW_DQ says NO.
 # 2. Question: how wide may the latents be until gathering the stream is cheaper? Evaluate `D - M`.
 #    Answer: 6,592 numbers for the queries' latent: with M = 576 for keys and values, both together then have D, and
 #    nothing is saved over Y.

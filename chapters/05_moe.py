@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 5 with Parts 4 and 12, mixtures of experts: tokens go to the experts they choose.
+"""Part 5, mixtures of experts: tokens go to the experts they choose (with Parts 4 and 12).
 "Sparsity and Mixture-of-Experts": https://jax-ml.github.io/scaling-book/transformers
 "Expert Parallelism": https://jax-ml.github.io/scaling-book/gpus
 
@@ -94,8 +94,8 @@ def layer(params, x, mesh):
 # %% [markdown]
 # ## The same layer on one device, densely
 # The oracle is a dense layer. Every expert computes every token, and a token's sum takes only its k experts. The tokens
-# here have a mean that is not zero, so that more tokens choose some experts than others. Two auxiliary losses keep the
-# router balanced; `of_losses` are their cotangents.
+# here have a mean that is not zero, so that some experts are chosen far more often than others. Two auxiliary losses,
+# which keep the router balanced, are compared further below; `of_losses` are their cotangents.
 
 
 # %%
@@ -125,10 +125,10 @@ dense = one_device(config, (0.0, 0.0))
 # ## The layer on ranks
 # Each rank runs the listing, and `vjp` derives the backward pass from the cotangents of the collectives. The router is
 # on every rank, so its gradient is a partial sum {U_X}, which is reduced at the end. In the tables, the two ragged
-# AllToAlls of each pass are all the communication, apart from counts and router. Between them are three products for
-# each of the rank's two experts; they have no FLOPs where an expert got no rows. (The backward's products are torch's
-# own and are not listed.) V is the book's measure, the bytes of the whole array. A rank knows only its own rows, so the
-# table has X times these, which is right on average.
+# AllToAlls of each pass are all the communication, apart from counts and router. Between the two of the forward are
+# three products for each of the rank's two experts; they have no FLOPs where an expert got no rows. (The backward's
+# products are torch's own and are not listed.) V is the book's measure, the bytes of the whole array. A rank knows only
+# its own rows, so the table has X times these, which is right on average.
 
 
 # %%
@@ -314,10 +314,14 @@ page.table(rows, ["capacity", "tokens", "dropped before", "dropped after"])
 
 # %% [markdown]
 # ## On thousands of chips
-# The same function runs on an abstract mesh, for DeepSeek-V3's layer with 30,720 tokens a GPU. Its experts are spread
-# over 64 GPUs and have equally many rows. A wider expert computes more with each row that it is sent, so the AllToAlls
-# take less time than the experts only from some width F on. The answer says from which; alpha is the GPU's FLOPs/s over
-# the bytes/s between nodes of 8 GPUs, and 12_gpu_rooflines.py has the book's numbers.
+# The same function runs on an abstract mesh, for a layer of DeepSeek-V3 as it was trained: 15,360 sequences of 4,096
+# tokens on 2,048 GPUs are 30,720 tokens on each. The experts are spread over 64 GPUs, and the abstract mesh gives each
+# of them the same number of rows, because its arrays hold no scores to choose by.
+#
+# When do the AllToAlls take less time than the experts? Each row that is sent costs D numbers of communication and D F
+# multiply-adds for each matrix, so experts have to be wide: F has to exceed the number below. In its formula alpha is
+# a GPU's FLOPs/s over the bytes/s between nodes of 8 GPUs. The book counts two matrices an expert (W_in and W_out), and
+# 12_gpu_rooflines.py derives its condition.
 
 # %%
 v3, big, length = get("deepseek-v3"), AbstractMesh({"P": 32, "X": 64}), 30_720
@@ -337,7 +341,7 @@ width = gpu.expert_min_width(64, v3.k, h100)
 page.answers([
     Answer("DeepSeek-V3's experts over 64 H100: F >", "", width, "",
            f"alpha (64 - 8)/k, each token sent at most once to each node; with its F = {v3.F} the AllToAlls take "
-           f"{format_number(width / v3.F, 2)} times as long as two matrices of the experts"),
+           f"{format_number(width / v3.F, 2)} times as long as the products with W_in and W_out"),
 ])  # fmt: skip
 page.end()
 
@@ -347,8 +351,8 @@ page.end()
 #    that of the experts?
 #    Answer: That of the router. It is on every rank, and each rank has the terms of its own tokens only. Run as a
 #    script, the chapter is refused before a rank starts: the gradient is still {U_X}. In a notebook, which is not
-#    judged, the router says NO. An expert is on one rank, to which all of its tokens came, so its gradient is whole
-#    already.
+#    judged, the row of the router says NO. An expert is on one rank, to which all of its tokens came, so its gradient
+#    is whole already.
 # 2. Question: from how many tokens on is DeepSeek-V3's layer compute-bound on one H100 in bf16? Evaluate
 #    `h100.intensity("hbm") * v3.E / v3.k`.
 #    Answer: About 9,300: each expert sees k/E = 1/32 of the tokens and needs 291 of them, the intensity of an H100.

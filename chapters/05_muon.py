@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 5, beyond the book: Muon when matrices are sharded, three listings by type and their cost.
+"""Part 5, Muon: an optimizer of whole matrices when they are sharded, three listings and their cost, beyond the book.
 https://jax-ml.github.io/scaling-book/training
 
 Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) makes the momentum of each matrix orthogonal before it is added to
@@ -16,8 +16,8 @@ iteration runs on shards and reduces partial sums.
 #
 # In a distributed run Muon is harder than Adam. Adam works on any shard, but to orthogonalize a matrix one needs
 # products of the whole matrix, which no rank has. This chapter compares three solutions. With few ranks, or small
-# matrices, gathering is fine; on many ranks it is what limits Muon. One would keep Adam for vectors, embeddings and the
-# head, and where a step is so short that these products would be a large part of it.
+# matrices, gathering is fine; on many ranks it is what limits Muon. Vectors, embeddings and the head stay with Adam,
+# and one would use Adam for everything if a step were so short that these products took a large part of it.
 
 # %%
 import torch
@@ -64,8 +64,8 @@ page.check("all but the smallest come near 1", bool(((after > 0.5) & (after < 1.
 # ## Three listings
 # The momentum has the type of the weights, here M[L, D_X, F]: L matrices whose rows are split over X. The first listing
 # gathers every matrix on every rank. The second sends each matrix to one rank, its owner, and back, and sends nothing
-# while it computes. The third gathers no matrix: it splits F, and M M^T contracts F, so each rank has a partial sum of
-# it, and an AllReduce of D x D numbers adds these up in each of the five steps.
+# while it computes. The third gathers no matrix and splits F instead. The product M M^T sums over F, so each rank has a
+# partial sum of it, and an AllReduce of D x D numbers adds these up in each of the five steps.
 
 
 # %%
@@ -118,11 +118,11 @@ page.equal([(name, off, EXACT) for name, (off, _) in ran.items()])
 
 # %% [markdown]
 # ## Which form is the cheapest?
-# Which form is the cheapest depends on the number of matrices. The table has the time of a rank's FLOPs and of its
-# collectives on 64 v5p, X=16 and Y=4, for matrices of the size of LLaMA-3 70B's W_in. Gathering repeats all the work on
-# every rank. Owners share the work, but with fewer matrices than ranks some ranks own none and send zeros in their
-# place, so the time is the same for 1 and for 64 matrices. On shards, all ranks share the products with M, but not A^2,
-# and there are five AllReduces. A model of 80 layers has 80 such matrices, so owners are the best for it.
+# That depends on the number of matrices. The table has the time that a rank's FLOPs and its collectives take together
+# on 64 v5p, X=16 and Y=4, for matrices of the size of LLaMA-3 70B's W_in. Gathering repeats all the work on every rank.
+# Owners share the work, but with fewer matrices than ranks some ranks own none and send zeros in their place, so the
+# time is the same for 1 and for 64 matrices. On shards, all ranks share the products with M, but each computes all of
+# A^2, and there are five AllReduces. A model of 80 layers has 80 such matrices, so owners are the best for it.
 
 # %%
 V5P, L70 = chip("v5p"), get("llama3-70b")
@@ -146,9 +146,9 @@ step = 6 * 2**20 * L70.D * L70.F / 64  # FLOPs of the layer's W_in on a rank, wi
 page.answers([
     Answer("FLOPs of Newton-Schulz of W_in[8192, 28672]", "", matrix_flops(L70.D, L70.F) / 1e12, "TFLOP",
            "5 (4 D^2 F + 2 D^3)"),
-    Answer("... gathered, over those of a step's W_in with 1M tokens on 64 chips", "",
+    Answer("... gathered, for one FLOP of the step's products with W_in (1M tokens, 64 chips)", "",
            matrix_flops(L70.D, L70.F) / step, "times", "5 (4 D^2 F + 2 D^3) 64 / (6 B D F)"),
-    Answer("Owners are the cheapest from so many matrices on 64 ranks", "", first, "", "fewer leave ranks idle"),
+    Answer("On 64 ranks owners are the cheapest from so many matrices on", "", first, "", "fewer leave ranks idle"),
 ])  # fmt: skip
 
 # %% [markdown]
@@ -158,18 +158,20 @@ page.answers([
 # updates all other leaves. `python -m scaling.train --optimizer muon` runs it.
 
 # %%
-page.say("\n" + "\n".join(f"{name}: {what or 'AdamW'}" for name, what in matrices_of(L70)["layers"].items()))
+page.table([(name, what or "by AdamW") for name, what in matrices_of(L70)["layers"].items()], ["leaf", "its matrix"])
 
 
 def updated(mesh) -> float:
     """Return the difference of a step of optim.muon from the listing above, in float64."""
     own = shard("M[L, D, F] -> M[L, D_X, F]", M.to(mesh.device), mesh)
+    # F -> D, because Muon multiplies the update of a matrix with more outputs than inputs by sqrt(out / in)
     muon = optim.muon(1.0, {"W": "F -> D"}, weight_decay=0.0, nesterov=False, momentum=0.0, dtype=torch.float64)
     params = {"W": torch.zeros_like(own)}
     new, _ = muon.update({"W": own}, muon.init(params), params, specs={"W": TYPE}, mesh=mesh)
     return difference(unshard(TYPE, -new["W"], mesh), each(M), mesh)
 
 
+page.say()
 page.equal([("a step of optim.muon", page.on_ranks(updated), EXACT)], "the listings")
 page.end()
 

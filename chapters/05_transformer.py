@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 5 on the real thing: a LLaMA-style Transformer under data, FSDP, tensor, sequence and pipeline parallelism.
+"""Part 5, a whole Transformer: LLaMA's layers under data, FSDP, tensor, sequence and pipeline parallelism.
 "How to Parallelize a Transformer for Training": https://jax-ml.github.io/scaling-book/training
 
     x[B_X, T_Y, D], W_Q[D_X, N_Y, H], W_O[N_Y, H, D_X], W_in[D_X, F_Y], W_out[F_Y, D_X] -> x[B_X, T_Y, D]
@@ -57,8 +57,8 @@ LIMIT = 1e-11
 # Attention is tensor parallelism with heads in the role of features: each rank computes its own heads. Norms and
 # residuals treat every token alone, so between the blocks the stream can be split along the sequence, which is called
 # sequence parallelism. An AllReduce over Y then becomes a ReduceScatter after each block and an AllGather before the
-# next. The bytes are the same, but each token is normalized once instead of Y times, and a rank saves 1/Y of the stream
-# for the backward. There is nothing to give up, except that Y must divide T.
+# next. The bytes are the same, but each token is normalized once instead of Y times, and a rank keeps only 1/Y of the
+# stream for the backward. There is nothing to give up, except that Y must divide T.
 
 
 # %%
@@ -138,8 +138,8 @@ show_lines(page, title, result["forward"])
 # %% [markdown]
 # ## The backward, derived
 # These lines are written nowhere: each is the transpose of a line above, from the last to the first, by the law of
-# cotangents. An AllGather becomes a ReduceScatter, so the gradients of the weights leave as shards, and the other way
-# round. (The transposes of the products are torch's own and are not listed.)
+# cotangents. An AllGather becomes a ReduceScatter, so the gradients of the weights come out as shards, and a
+# ReduceScatter becomes an AllGather. (The transposes of the products are torch's own and are not listed.)
 
 # %%
 show_lines(page, "The backward pass, as torch.func.vjp ran it", result["backward"])

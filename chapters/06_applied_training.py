@@ -18,6 +18,7 @@ from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.plan import Estimate, Fixed, Job, Layout, evaluate, failures, plans
 from scaling.plan.network import book as rings
+from scaling.show import svg
 from scaling.show.bars import Bar, text
 
 page = Page(__doc__, plot=True)
@@ -227,9 +228,10 @@ state = 14 * tm.num_params(L405) / 16_384  # bytes of a chip: params in bf16, th
 broken = failures.of_job(16_384, failures.save_seconds(state))
 names = {"work": "computes", "lost": "lost", "restart": "restarts"}  # a save is too short to be seen
 drawn = failures.simulated(broken, DAY, seed=3)
-day = [Bar(names[what], "#", start, min(end, DAY)) for what, start, end in drawn if what in names]
-page.title("A day of LLaMA-3 405B on 16,384 H100s, an hour in two columns")
-page.say(text(sorted(day, key=lambda bar: [*names.values()].index(bar.row)), 48, DAY, idle=" ", fill="#"))
+day = [Bar(names[what], "", start / 3600, min(end, DAY) / 3600) for what, start, end in drawn if what in names]
+day.sort(key=lambda bar: [*names.values()].index(bar.row))
+page.title("A day of LLaMA-3 405B on 16,384 H100s, from hour 0 to 24")
+page.show(text(day, 48, 24, idle=" ", fill="#"), lambda: svg.time_lines([("", day)], unit="in h"))
 page.answers([
     Answer("hours between failures, 54 x 24 / 419", "", broken.mtbf / 3600, "hours", "one chip: 50,677 hours"),
     Answer("seconds of a save", "", broken.save, "s", "5.7 TB of state at Llama 3's 2 TB/s"),

@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 6, beyond the book: post-training, where weights move between a training and a serving mesh.
+"""Part 6, post-training: weights move between a training and a serving mesh, beyond the book.
 https://jax-ml.github.io/scaling-book/applied-training
 
     W[L, D_X, N_Y, H] on X=64,Y=8  ->  W[L, D, N_Y, H] on Y=8         once a step, every leaf

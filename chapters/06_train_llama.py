@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 6 run: a tiny LLaMA trained on real text on every axis, then the same code as LLaMA-3 70B on 8,192 chips.
+"""Part 6, a training run: a tiny LLaMA on real text and every axis, then the same code as LLaMA-3 70B on 8,192 chips.
 "Applied: Training LLaMA 3 on TPUs": https://jax-ml.github.io/scaling-book/applied-training
 
     step(params, opt_state, tokens[B_X, T_C], targets[B_X, T_C]) -> (params, opt_state, loss[])

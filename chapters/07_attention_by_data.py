@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 7, beyond the book: attention by data, experts over all ranks, as DeepSeek-V3 is served.
+"""Part 7, attention by data: with experts over all ranks, as DeepSeek-V3 is served, beyond the book.
 https://jax-ml.github.io/scaling-book/inference
 
 All heads share a cache of latents (07_latent_decode.py), so if heads are split over Y, each rank along Y has the whole

@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 7, beyond the book: what a cache costs in 2026, by kind of attention.
+"""Part 7, the cost of a cache: what it is in 2026, by kind of attention, beyond the book.
 https://jax-ml.github.io/scaling-book/inference
 
     2 b L K H S        bytes of the keys and values of S tokens: L layers, K heads of H numbers, b bytes a number

@@ -31,11 +31,12 @@ from scaling.configs import Config, get
 from scaling.cost import serving
 from scaling.hardware import chip
 from scaling.models import transformer
-from scaling.plan.serve.traces import gantt
+from scaling.plan.serve.traces import gantt, request_bars
 from scaling.serve import engine
 from scaling.serve.requests import Request
 from scaling.serve.simulate import simulate
 from scaling.serve.states import POLICIES, Move, Options, Run
+from scaling.show import svg
 
 page = Page(__doc__, seed=True, plot=True)
 V5E, CHIPS = chip("v5e"), 16
@@ -77,7 +78,9 @@ for policy in POLICIES:
 longest = max(served.seconds for served in drawn.values())
 page.title(f"Six requests, {longest:.2f} s across")
 pictures = [f"{policy}: {served.seconds:.2f} s\n{gantt(served, WIDTH, longest)}" for policy, served in drawn.items()]
-page.say(layout.beside(pictures, gap=2, columns=80))
+COLOURS = {"prompt": "#f5a45d", "decodes": "#86aef0", "its cache moves": "#5fc7b0", "waits": "#e4e4e4"}
+lines = [(f"{policy}: {served.seconds:.2f} s", request_bars(served)) for policy, served in drawn.items()]
+page.show(layout.beside(pictures, gap=2, columns=80), lambda: svg.time_lines(lines, COLOURS, "in s", longest))
 
 # %% [markdown]
 # ## How policies change latency

@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 7, beyond the book: decoding with a cache of latents, as DeepSeek-V2 and V3 do.
+"""Part 7, a cache of latents: decoding as DeepSeek-V2 and V3 do, beyond the book.
 https://jax-ml.github.io/scaling-book/inference
 
 Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one latent of C numbers a token for all
@@ -137,15 +137,16 @@ page.check("each form's logits are those of the model without a cache", all(row[
 
 # %% [markdown]
 # ## Which form is cheaper, and what binds it?
-# A rotary key has `rope` numbers, so a whole key has A = P + rope numbers, what a head computes from a latent has W = P
-# + H, and a cached token has M = C + rope. For each cached token and head, a query costs 2 (M + C) = 2 (2 C + rope)
-# FLOPs in the absorbed form and 2 (A + H) in the plain form. But the plain form computes keys and values first, 2 C W
-# FLOPs, which all queries of a sequence share. So single tokens are absorbed, and prompts of 171 tokens or more are
-# not.
+# A rotary key has `rope` numbers, so a whole key has A = P + rope numbers. What a head computes from a latent, a key's
+# other part and a value, has W = P + H numbers, and a cached token has M = C + rope. For each cached token and head, a
+# query costs 2 (M + C) = 2 (2 C + rope) FLOPs in the absorbed form and 2 (A + H) in the plain form. But the plain form
+# computes keys and values first, in 2 C W FLOPs, which all queries of a sequence share. So single tokens are absorbed,
+# and prompts of 171 tokens or more are not.
 #
-# The rows after these show a consequence: 128 heads that read one latent do so many FLOPs per byte that attention,
-# memory-bound everywhere else in Part 7, comes near a chip's critical intensity (its *ridge*). The last rows are the
-# price on a mesh: each rank along Y has a copy of every latent, and the queries that are sent are three times as wide.
+# The next rows of the table show a consequence: 128 heads that read one latent do so many FLOPs per byte that
+# attention, memory-bound everywhere else in Part 7, comes near a chip's critical intensity (its *ridge*). The last rows
+# are the price on a mesh: each rank along Y has a copy of every latent, and the queries that are sent are three times
+# as wide.
 
 # %%
 C, N, rope, P, H = V3.latent.kv_rank, V3.N, V3.latent.rope, V3.latent.nope, V3.latent.value

@@ -194,9 +194,9 @@ if Y * Z % 2 == 0:
 # The example is LLaMA-3 70B, with 32 sequences of 8k in int8 on a v5e 4x4. It has 8 KV heads, so Y = 16 stores each
 # head twice. Splitting the batch or the sequence over Z costs two collectives per layer, and halves the bytes of cache
 # that a chip reads. The columns have the milliseconds of a step's parts (`ICI` is its collectives, on links without
-# wraparound), and which of them binds it. A step takes the reading of the caches (KV) and the longer of reading the
-# weights and of the collectives. `2d` at X=2 is a little faster yet, because only there no chip has a copy of W_K and
-# W_V; on more chips along X its collectives bind.
+# wraparound), and which of them binds it. A step takes as long as reading the caches (KV) plus the longer of reading
+# the weights and of the collectives. `2d` at X=2 is a little faster still, because only there does no chip hold a copy
+# of W_K and W_V; on more chips along X its collectives bind.
 
 # %%
 rows = []
@@ -283,8 +283,8 @@ page.answers([
 # The table has the bound, the terms of the planner's forecast, and what TensorRT-LLM was measured to take. (The
 # forecast also has the caches' reads and the time lost to prompts, which have no column.) The last two columns are the
 # bound over the forecast and over what was measured. The measured share falls from 71% on one GPU to 28% on eight, and
-# the forecast says why: the kernels take as long as before, and collectives are added. It falls faster than the
-# measured one, and is off by less than a tenth.
+# the forecast says why: the kernels take as long as before, and collectives are added. The forecast's share falls
+# faster, and the two differ by less than ten percentage points.
 
 # %%
 H200 = chip("h200")

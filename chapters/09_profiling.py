@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 9: from a program to the machine, reading XLA's operations, and a profile line by line, ours and the book's.
+"""Part 9, profiling: from a program to the machine, XLA's operations, and a profile line by line, ours and the book's.
 "How to Profile TPU Programs": https://jax-ml.github.io/scaling-book/profiling
 
     Tmp[B_X, T, F_Y] = x[B_X, T, D] * W_in[D, F_Y]        95.6 ms by formula on 8 TPU v2 cores, 96 in the book's profile

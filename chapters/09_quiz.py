@@ -225,7 +225,9 @@ def profiled(mesh) -> dict:
                 p.step()
         ms = 1e3 * median(part.step for part in p.parts(mesh.rank))
         listing = step.lower(*given).listing
-        found[name] = listing, p.table(columns=page.columns), ms, log.flops, log.wire_bytes, Out.whole().cpu()
+        counts = [(f"{n / 1e6:.2f}" if n else "" for n in (each.flops, each.nbytes)) for each in p.lines()]
+        lines = [(each.line, f"{1e3 * each.seconds:.2f}", *both) for each, both in zip(p.lines(), counts, strict=True)]
+        found[name] = listing, lines, ms, log.flops, log.wire_bytes, Out.whole().cpu()
     return found
 
 
@@ -240,7 +242,8 @@ runs = page.on_ranks(profiled)
 # %%
 for name, (listing, lines, *_) in runs.items():
     page.title(f"{name}: {PROGRAMS[name]} between the products")
-    page.say(f"{listing}\n\n{lines}")
+    page.say(f"{listing}\n")
+    page.table(lines, ["line", "ms", "MFLOP", "MB"])
 page.title("Both")
 page.table([(name, f"{ms:.2f}", flops, sent) for name, (_, _, ms, flops, sent, _) in runs.items()],
            ["program", "ms a step", "FLOPs of a device", "bytes sent"])  # fmt: skip

@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 10, Questions 3 and 4, with Part 3: collective matmuls, one way and both ways round the ring.
+"""Part 10, collective matmuls: one way and both ways round the ring, in Questions 3 and 4, with Part 3.
 https://jax-ml.github.io/scaling-book/jax-stuff
 
     A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]                           AllGather, hidden
@@ -127,8 +127,8 @@ page.answers([
 # ## How much does it hide?
 # The book's example is A[1024, 2048] W[2048, 8192] on a mesh X=2, Y=4, with a ring along Y, in bf16 on a v5e, so a ring
 # has B = 512 rows. A device multiplies its blocks one by one, each in the time of its FLOPs or of its bytes from HBM.
-# One product of a ring runs beside no hop, the last one if shards travel, the first one if sums do. So a form takes T/n
-# + max(hops, T (n-1)/n), where T is the time of its product and `hops` that of all its hops, each at least a
+# One product of a ring runs beside no hop, the last one if shards travel, the first one if sums do. So a form takes
+# `T/n + max(hops, T (n-1)/n)`, where T is the time of its product and `hops` that of all its hops, each at least a
 # microsecond. In an AllReduce the rounds at its two ends are not hidden.
 #
 # In the table, `in sequence` is the collective and then the product, and the last column says whether hiding wins. It

@@ -227,7 +227,8 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `psum(x, ("X", "Y"))` by `psum(x, "X")`. Why is it not refused now, and what does it return?
 #    Answer: Because x varies over X alone, a sum over X is over values of one type. It returns the sum of all devices'
-#    shards, which is invariant over X. So nothing is refused, and the check that it is says FAILED.
+#    shards, which is invariant over X. So nothing is refused, and the chapter ends with the word FAILED, because
+#    it expects a refusal.
 # 2. Question: how often does the collective matmul send to its neighbour, forward and backward? Evaluate
 #    `sent["collective matmul"].count("CollectivePermute over Y")`.
 #    Answer: Twice: one hop forward and one backward, as Y = 2.

@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Part 12, beyond the book: What eight bits change. FP8, MXFP8 and NVFP4 with their scales in the type.
+"""Part 12, eight bits: what FP8, MXFP8 and NVFP4 change, with their scales in the type, beyond the book.
 https://jax-ml.github.io/scaling-book/gpus
 
 A GPU multiplies FP8 numbers twice as fast as bfloat16 ones, and a B200 multiplies four-bit numbers twice as fast again.

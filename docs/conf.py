@@ -32,6 +32,8 @@ myst_url_schemes = {"http": None, "https": None}
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # they stand in the signatures' docstrings, with shapes
 
+smartquotes_action = "qe"  # quotes and ellipses, but no dashes: --mesh stays as it is typed
+
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]

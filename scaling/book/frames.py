@@ -2,6 +2,7 @@
 
     for frame in all_gather(4): ...      frame[d]: the shards that device d has
     print(draw(all_gather(4), str))      a column for each hop
+    show_frames(page, all_gather(4), str)   on a chapter's page, in a notebook as a picture
 
 In every hop each device sends its neighbours on the ring what `scaling.collectives.rings` really sends.
 """
@@ -9,6 +10,8 @@ In every hop each device sends its neighbours on the ring what `scaling.collecti
 from collections.abc import Callable, Sequence
 
 from scaling.book.layout import table
+from scaling.book.page import Page
+from scaling.show import svg
 
 
 def all_gather(n: int, ways: int = 2) -> list[list[set[int]]]:
@@ -52,6 +55,23 @@ def draw(frames: Sequence[Sequence], cell: Callable[[object], str]) -> str:
     """Return a table with a row for each device and a column for each frame; `cell` writes the data of a device."""
     rows = [(f"device {d}", *(cell(frame[d]) for frame in frames)) for d in range(len(frames[0]))]
     return table(rows, ["", "at first", *(f"hop {hop}" for hop in range(1, len(frames)))])
+
+
+def show_frames(page: Page, frames: Sequence[Sequence], cell: Callable[[object], str]) -> None:
+    """Show frames on a chapter's page, as text, or in a notebook as a picture for each hop with a row for each device.
+
+    A cell has the colour of the device whose letter begins it, up to the bar, which chunks that travel follow.
+    """
+
+    def cells(device: int, text: str) -> list[tuple[str, str]]:
+        kept, _, passing = (part.split() if " " in part else [*part] for part in text.partition(" | "))
+        n = len(frames[0])
+        coloured = [(x.strip("."), svg.colour(ord(x[0].upper()) - 65, n, n) if x[0].isalpha() else "") for x in kept]
+        return [(str(device), "#fff"), *coloured, *((x, "") for x in passing)]
+
+    drawn = [[cells(device, cell(state)) for device, state in enumerate(frame)] for frame in frames]
+    pictures = [(f"hop {hop}" if hop else "at first", rows) for hop, rows in enumerate(drawn)]
+    page.show(draw(frames, cell), lambda: svg.grids(pictures, 180, 22 * len(frames[0])))
 
 
 def draw_shards(held: set[int], n: int) -> str:

@@ -59,21 +59,30 @@ def table(rows: Iterable[Sequence], headers: Sequence[str], columns: int | None 
 
 
 def html_table(rows: Iterable[Sequence], headers: Sequence[str], below: Sequence[str] = ()) -> str:
-    """Return the same table as HTML, its numbers to the right; `below`: text under each row, over all columns."""
-    written = [[_written(cell) for cell in row] for row in rows]
-    columns = zip_longest(*written, fillvalue="")
-    right = [all(map(tables.NUMBER.fullmatch, column)) for column in columns] or [False] * len(headers)
+    """Return the same table as HTML, its numbers to the right, without empty columns; `below`: text under each row."""
+    columns = [*zip_longest(headers, *([_written(cell) for cell in row] for row in rows), fillvalue="")]
+    columns = [each for each in columns if {*each[1:]} - {"", "-"}] or columns
+    right = [all(map(tables.NUMBER.fullmatch, each[1:])) for each in columns]
 
     def line(cells: Sequence[str], tag: str) -> str:
         aligned = (f"<{tag}{' style=text-align:right' * numbers}>" for numbers in right)
-        texts = ("<br>".join(map(escape, cell.splitlines())) for cell in cells)
-        return f"<tr>{''.join(f'{start}{text}</{tag}>' for start, text in zip(aligned, texts, strict=False))}</tr>"
+        return (
+            f"<tr>{''.join(f'{start}{_shown(text)}</{tag}>' for start, text in zip(aligned, cells, strict=True))}</tr>"
+        )
 
-    body = []
-    for row, why in zip_longest(written, below, fillvalue=""):
-        under = f"<tr><td></td><td colspan={len(headers) - 1}><em>{escape(why)}</em></td></tr>" if why else ""
-        body.append(line(row, "td") + under)
-    return f"<table class=docutils><thead>{line(headers, 'th')}</thead><tbody>{''.join(body)}</tbody></table>"
+    head, *body = zip(*columns, strict=True)
+    lines = []
+    for row, why in zip_longest(body, below, fillvalue=""):
+        under = f"<tr><td></td><td colspan={len(columns) - 1}><em>{escape(why)}</em></td></tr>" if why else ""
+        lines.append(line(row, "td") + under)
+    return f"<table class=docutils><thead>{line(head, 'th')}</thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _shown(text: str) -> str:
+    """Return a cell as HTML: a bar of `bar` as a coloured one."""
+    if text and not text.strip("#"):
+        return f'<span class="bar" style="width:{len(text) / 2}em"></span>'
+    return "<br>".join(map(escape, text.splitlines()))
 
 
 def _written(cell) -> str:

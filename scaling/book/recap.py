@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scaling.book.options import in_notebook
 from scaling.book.page import Page
 
 
@@ -52,13 +53,22 @@ def has_numbers(path: Path) -> bool:
     return "Answer(" in path.read_text(encoding="utf-8")
 
 
+def _without_pictures() -> contextlib.AbstractContextManager:
+    """Return a context in which a notebook shows no tables and pictures."""
+    if not in_notebook():
+        return contextlib.nullcontext()
+    from IPython.utils.capture import capture_output
+
+    return capture_output(stdout=False, stderr=False)
+
+
 def run_script(path: Path, options: Sequence[str] = (), text: str | None = None) -> ScriptRun:
     """Run the chapter, or an edited text of it, in this process as a script with these options and `--small`."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     argv, handler, status = sys.argv, signal.getsignal(signal.SIGTERM), 0
     sys.argv = [str(path), "--small", *options]
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stdout(io.StringIO()) as out, _without_pictures():
             exec(compile(path.read_text(encoding="utf-8") if text is None else text, str(path), "exec"), names)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(bool(error.code))

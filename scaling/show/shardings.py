@@ -13,7 +13,9 @@ partial sums add up to a block are joined by plus signs: `0+2`. Each colour is o
 
 import argparse
 import itertools
+import math
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -78,6 +80,21 @@ def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None)
         names = ranges[-2] if len(counts) > 1 else [""]
         lines += _grid(cells, names, ranges[-1], spec.dim_names[-2:], colours if colour else None)
     return "\n".join(lines)
+
+
+def picture_of_blocks(specs: Iterable["str | Spec"], mesh) -> str:
+    """Return an SVG of arrays of two dims, each cut into its blocks, which name their devices as `draw` does.
+
+    A block has the colour of the first device that holds it.
+    """
+    sizes, pictures = mesh_sizes(mesh), []
+    devices, columns = math.prod(sizes.values()), [*sizes.values()][-1]
+    for spec in map(parse, specs):
+        rows: dict[int, list[tuple[str, str]]] = {}
+        for (row, _), groups in blocks(spec, mesh).items():
+            rows.setdefault(row, []).append((label(groups), svg.colour(groups[0][0], devices, columns)))
+        pictures.append((str(spec), [*rows.values()]))
+    return svg.grids(pictures, 96, 96)
 
 
 def global_shape(spec: Spec, shard, axes) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Draw as SVG, without a library and with one palette for all pages: listings, types, and time lines.
 
-listing(frames, mesh, title)              the frames of scaling.show.frames in turn, an SVG that plays
+played(frames, mesh, title)               the frames of scaling.show.frames in turn, an SVG that plays
 player(frames, mesh, title)               the same with a slider, for a notebook or a page
 types(["A[I_X, J]", "A[I, J_Y]"], mesh)   the blocks that each device holds
+grids([(title, rows)], width, height)     rows of coloured cells with text, such as an array's blocks
 time_lines([(title, bars)], colours)      the time lines of scaling.show.bars
 """
 
@@ -72,33 +73,57 @@ def types(specs: Iterable["str | Spec"], mesh) -> str:
     Raises:
         ShardingError: The mesh is too large to be drawn, or lacks an axis.
     """
+    pictures = [_Picture(Drawing([frame], mesh), "", frame) for frame in map(one_type, specs)]
+    return _flowed((picture.parts, picture.width, picture.height) for picture in pictures)
+
+
+def grids(pictures: Iterable[tuple[str, Sequence[Sequence[tuple[str, str]]]]], width: float, height: float) -> str:
+    """Return an SVG of grids beside each other, all of one size; each is (title, rows of (text, colour))."""
+    drawn = []
+    for title, rows in pictures:
+        parts, high = [_words(0, 11, title, "small")], height / len(rows)
+        for i, row in enumerate(rows):
+            wide = width / len(row)
+            for j, (text, fill) in enumerate(row):
+                x, y, lines = j * wide, 18 + i * high, text.splitlines()
+                parts.append(f'<rect {_box(x, y, wide, high)} fill="{fill or "#f2f2f2"}" stroke="#444"/>')
+                parts += [
+                    _words(x + (wide - LETTER * len(line)) / 2, y + high / 2 + 4 + 12 * (k - (len(lines) - 1) / 2),
+                           line, "small") for k, line in enumerate(lines)
+                ]  # fmt: skip
+        drawn.append((parts, max(width, LETTER * len(title)), height + 18))
+    return _flowed(drawn)
+
+
+def _flowed(drawn: Iterable[tuple[Sequence[str], float, float]]) -> str:
+    """Return an SVG of drawings, each (its parts, width, height), beside each other on as many rows as they need."""
     parts, x, y, width, height = list[str](), 0.0, 0.0, 0.0, 0.0
-    for frame in map(one_type, specs):
-        picture = _Picture(Drawing([frame], mesh), "", frame)
-        if x and x + picture.width > WIDE:
+    for each, wide, high in drawn:
+        if x and x + wide > WIDE:
             x, y = 0.0, height + GAP
-        parts.append(f'<g transform="translate({x:.0f},{y:.0f})">{"".join(picture.parts)}</g>')
-        width, height = max(width, x + picture.width), max(height, y + picture.height)
-        x += picture.width + GAP
+        parts.append(f'<g transform="translate({x:.0f},{y:.0f})">{"".join(each)}</g>')
+        width, height = max(width, x + wide), max(height, y + high)
+        x += wide + GAP
     return document(parts, width, height)
 
 
 def time_lines(
-    lines: Sequence[TimeLine], colours: Mapping[str, str] = MappingProxyType({}), unit: str | None = ""
+    lines: Sequence[TimeLine], colours: Mapping[str, str] = MappingProxyType({}), unit: str | None = "", end: float = 0
 ) -> str:
     """Return an SVG of time lines below each other, each with its time axis, and a legend of the kinds of bars.
 
-    A bar has the colour of its kind; if `colours` has none for it, the colour of its row. If `unit` is None, the bars
-    are parts of a whole instead of a time, and there is no axis.
+    A bar has the colour of its kind; if `colours` has none for it, the colour of its row. All lines end at `end`, or
+    else each with its last bar. If `unit` is None, the bars are parts of a whole instead of a time, and there is no
+    axis.
     """
     parts, y = list[str](), 0.0
     for title, bars in lines:
-        end, rows = float(end_of(bars)), rows_of(bars)
-        top = y + 20
+        last, rows = float(end or end_of(bars)), rows_of(bars)
+        top = y + 20 * bool(title)
         parts.append(_words(0, y + 12, title))
         parts += [_words(0, top + i * ROW + 15, row, "small") for i, row in enumerate(rows)]
         for bar in bars:
-            left, wide = LEFT + float(bar.start) / end * ACROSS, float(bar.seconds) / end * ACROSS
+            left, wide = LEFT + float(bar.start) / last * ACROSS, float(bar.seconds) / last * ACROSS
             box = _box(left, top + rows.index(bar.row) * ROW, wide, ROW - 2)
             fill = colours.get(bar.kind) or ROWS[rows.index(bar.row) % len(ROWS)]
             parts.append(f'<rect {box} fill="{fill}" stroke="#fff" stroke-width=".6"/>')
@@ -107,18 +132,22 @@ def time_lines(
                 parts.append(_words(middle, top + rows.index(bar.row) * ROW + 14, bar.label, "small"))
         y = top + len(rows) * ROW
         if unit is None:
+            y += 8
             continue
-        for tick in ticks(0, end, False, 8):
-            x = LEFT + tick / end * ACROSS
+        for tick in ticks(0, last, False, 8):
+            x = LEFT + tick / last * ACROSS
             parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y + 4:.1f}" stroke="#444"/>')
             parts.append(_words(x - LETTER / 2 * len(tick_label(tick)), y + 15, tick_label(tick), "small"))
         parts.append(_words(0, y + 15, f"time {unit}".strip(), "small"))
         y += 30
     x, used = 0.0, {bar.kind for _, bars in lines for bar in bars}
     for kind in (kind for kind in colours if kind in used):
+        wide = 16 + LETTER * len(kind) + 20
+        if x + wide > LEFT + ACROSS:
+            x, y = 0.0, y + 18
         parts.append(f'<rect {_box(x, y, 12, 12)} fill="{colours[kind]}"/>{_words(x + 16, y + 10, kind, "small")}')
-        x += 16 + LETTER * len(kind) + 20
-    return document(parts, LEFT + ACROSS + 20, y + 14)
+        x += wide
+    return document(parts, LEFT + ACROSS + 20, y + 14 * bool(x))
 
 
 def player(frames: Sequence[LineFrame], mesh, title: str = "") -> str:
@@ -129,7 +158,7 @@ def player(frames: Sequence[LineFrame], mesh, title: str = "") -> str:
     )
     slider = f'<input type="range" min="0" max="{len(frames) - 1}" value="0" style="width:320px" aria-label="line"'
     picture = f'{played(frames, mesh, title)}<br>{slider} oninput="{escape(show)}">'
-    return f'<div style="overflow-x:auto">{picture}<p><small>{LEGEND}</small></p></div>'
+    return f'<div style="overflow-x:auto">{picture}<p class="legend"><small>{LEGEND}</small></p></div>'
 
 
 class _Picture:
@@ -157,7 +186,8 @@ class _Picture:
         """Draw an array as the mesh's devices, with lines along the axes that it `moves`; return its right edge."""
         drawing, step = self.drawing, side * 1.3
         self.parts.append(_words(x, y + 11, str(spec), "small"))
-        x, width = x + (34 if side == LARGE and len(drawing.rows()) > 1 else 0), 6.2 * len(str(spec)) + x
+        width, margin = 6.2 * len(str(spec)) + x, LETTER * len(drawing.name(0, False)) + 6
+        x += margin if side == LARGE and len(drawing.rows()) > 1 else 0
         places = {}
         for device, cells in enumerate(drawing.cells(spec, permutes)):
             row, column = divmod(device, drawing.columns)
@@ -165,13 +195,13 @@ class _Picture:
             if side == LARGE and row == 0:
                 self.parts.append(_words(left, top - 5, drawing.name(device, True), "small"))
             if side == LARGE and column == 0:
-                self.parts.append(_words(left - 34, top + side / 2, drawing.name(device, False), "small"))
+                self.parts.append(_words(left - margin, top + side / 2, drawing.name(device, False), "small"))
             wide, high = side / len(cells[0]), side / len(cells)
             self.parts.append(f'<rect {_box(left, top, side, side)} fill="#f2f2f2"/>')
             for i, j in itertools.product(range(len(cells)), range(len(cells[0]))):
                 if (owner := cells[i][j]) is not None:
                     box = _box(left + j * wide, top + i * high, wide, high)
-                    self.parts.append(f'<rect {box} fill="{colour(drawing, owner)}"/>')
+                    self.parts.append(f'<rect {box} fill="{colour(owner, len(drawing.coords), drawing.columns)}"/>')
                     if spec.unreduced:
                         self.parts.append(f'<rect {box} fill="url(#partial)"/>')
             edge = 'stroke="#d00" stroke-width="2"' if marked else 'stroke="#444"'
@@ -192,12 +222,15 @@ class _Picture:
                 self.parts.append(f'<line {line} stroke="#d00" stroke-width="2.5" stroke-dasharray="5 3"/>')
 
 
-def colour(drawing: Drawing, device: int) -> str:
-    """Return a device's colour: its hue by the axes other than the last, its lightness by the last."""
-    (row, column), rows = divmod(device, drawing.columns), len(drawing.coords) // drawing.columns
-    if rows == 1:  # with one axis: its hue by that
-        row, column, rows = column, 0, drawing.columns
-    light = 48 + 30 * column / max(1, drawing.columns - 1)
+def colour(device: int, devices: int, columns: int) -> str:
+    """Return the colour of one of so many devices: its hue by its row, its lightness by which of the columns it is in.
+
+    If there is one row, the hue is by the column.
+    """
+    (row, column), rows = divmod(device, columns), devices // columns
+    if rows == 1:
+        row, column, rows = column, 0, columns
+    light = 48 + 30 * column / max(1, columns - 1)
     return f"hsl({(210 + 360 * row / rows) % 360:.0f},65%,{light:.0f}%)"
 
 

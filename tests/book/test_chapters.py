@@ -187,6 +187,12 @@ def test_cells(name):
     assert 80 <= sum(not line.startswith("# ") for line in running.source(name).splitlines()) <= 300
 
 
+def test_no_line_of_a_sentence_begins_as_a_list_does():
+    """Markdown reads a line that begins with a plus or a star as an item."""
+    texts = [(name, text) for name in running.ALL for kind, _, text in running.cells(name) if kind == "markdown"]
+    assert [name for name, text in texts if re.search(r"^(# )?[+*] ", text, re.MULTILINE)] == []
+
+
 def test_every_table_has_a_sentence():
     """In the text above its cell, or beside the cell's mark."""
     bare = []

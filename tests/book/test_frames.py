@@ -3,6 +3,7 @@ against numpy arrays that are laid out as XLA's documents say."""
 
 import random
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +49,10 @@ def test_rings_drawn():
         head, _, *rows = frames.draw(found, cell).splitlines()
         assert head.split() == " ".join(["at first", *(f"hop {i}" for i in range(1, len(found)))]).split()
         assert rows == textwrap.dedent(drawn).splitlines()[1:]
+        said: list = []
+        frames.show_frames(SimpleNamespace(show=lambda text, html, said=said: said.extend([text, html()])), found, cell)
+        assert said[0] == frames.draw(found, cell)
+        assert said[1].count("hop ") == len(found) - 1
 
 
 @pytest.mark.chapter

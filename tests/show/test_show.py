@@ -19,7 +19,7 @@ from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.schedules import SCHEDULES, make
 from scaling.schedules.simulator import Times, simulate
-from scaling.show import NINE, blocks, draw, main, params, schedules, svg
+from scaling.show import NINE, blocks, draw, main, params, picture_of_blocks, schedules, svg
 from scaling.show.charts import chart, figure, ticks
 from scaling.show.frames import device_grids
 from scaling.show.timelines import draw_on, schedule_chart, summary
@@ -134,6 +134,15 @@ def test_a_picture_of_devices():
     assert len(coloured) == 4
     assert (coloured[0], coloured[2]) == (coloured[1], coloured[3])
     assert coloured[0] != coloured[2]
+
+
+def test_a_picture_of_blocks():
+    """Each block names its devices, as `draw` does, and has the colour of the first."""
+    root = ElementTree.fromstring(picture_of_blocks(["A[I_X, J]", "A[I_X, J_Y]"], MESH))
+    words = [each.text for each in root.iter() if each.tag.endswith("text")]
+    assert words == ["A[I_X, J]", "0, 1", "2, 3", "A[I_X, J_Y]", "0", "1", "2", "3"]
+    colours = [each.get("fill") for each in root.iter() if (each.get("fill") or "").startswith("hsl")]
+    assert colours[:2] == colours[2::2]
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama3-405b", "Z=2,X=8,Y=8"), ("mixtral-8x7b", "X=4,E=8")])

@@ -60,18 +60,25 @@ def under_load(plan: Plan, *, rate: float, policy: str = "chunked", count: int =
     return simulate(arrivals, options, modelled(plan))
 
 
-def gantt(served: Simulated, width: int = 80, seconds: float | None = None, most: int = 16) -> str:
-    """Draw the first requests in time: `P` a prompt runs, `d` a request decodes, `.` it waits, `>` its cache moves."""
+KINDS = {".": "waits", "d": "decodes", ">": "its cache moves", "P": "prompt"}  # the later ones lie over the others
+
+
+def request_bars(served: Simulated, most: int = 16) -> list[Bar]:
+    """Return the first requests in time, a row each, as bars of these kinds."""
     shown = list(served.requests.items())[:most]
     rows = {id: str(id).rjust(len(str(shown[-1][0]))) for id, _ in shown}
-    drawn = [Bar(rows[id], ".", times.arrival, times.end) for id, times in shown]
+    drawn = [Bar(rows[id], ".", times.arrival, times.end, KINDS["."]) for id, times in shown]
     for start, end, action in served.spans:
         each = [(action.id, ">")] if isinstance(action, Move) else [
             (work.id, "P" if len(work.tokens) > 1 or action.worker == PREFILL else "d") for work in action.works
         ]  # fmt: skip
-        drawn += [Bar(rows[id], letter, start, end) for id, letter in each if id in rows]
-    drawn.sort(key=lambda bar: ".d>P".index(bar.label))  # the later ones lie over the others
-    return text_of(drawn, width, seconds or served.seconds, idle=" ", fill="")
+        drawn += [Bar(rows[id], letter, start, end, KINDS[letter]) for id, letter in each if id in rows]
+    return sorted(drawn, key=lambda bar: [*KINDS].index(bar.label))
+
+
+def gantt(served: Simulated, width: int = 80, seconds: float | None = None, most: int = 16) -> str:
+    """Draw the first requests in time: `P` a prompt runs, `d` a request decodes, `.` it waits, `>` its cache moves."""
+    return text_of(request_bars(served, most), width, seconds or served.seconds, idle=" ", fill="")
 
 
 def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
