@@ -1,4 +1,4 @@
-"""Conversations and folders for chat_templates.toml, which tests and transformers render alike."""
+"""Conversations (chats.json) and folders for chat_templates.toml, which tests and transformers render alike."""
 
 import hashlib
 import json
@@ -9,39 +9,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 STORED = HERE / "chat_templates.json"
-TOOLS = [
-    {"type": "function", "function": {
-        "name": "weather", "description": "Tell <the> weather of a città.",
-        "parameters": {"type": "object", "required": ["city"], "properties": {
-            "city": {"type": "string", "description": "its name"}, "days": {"type": ["integer", "null"]},
-            "units": {"type": "array", "items": {"type": "string"}, "enum": ["°C", "°F"]},
-        }},
-    }},
-    {"type": "function", "function": {"name": "now", "description": "", "parameters": {"properties": {}}}},
-]  # fmt: skip
-DOCUMENTS = [{"title": "One & two", "text": 'A "quoted" text.'}, {"title": "B", "text": "漢字"}]
-CALL = {
-    "id": "abc123def",
-    "type": "function",
-    "function": {"name": "weather", "arguments": {"city": "Zürich <1>", "days": None}},
-}
-USER, SYSTEM = {"role": "user", "content": "Hi <b>\n "}, {"role": "system", "content": "Be brief. /no_think"}
-SAID = {"role": "assistant", "content": " Hello 漢🙂.\n"}
-TALKS: dict[str, list[dict[str, Any]]] = {
-    "one": [USER],
-    "system": [SYSTEM, USER],
-    "talk": [USER, SAID, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "That is all"}],
-    "tool": [
-        USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "abc123def", "name": "weather", "content": '{"rain": "no"}'},
-        {"role": "assistant", "content": "Dry."}, {"role": "user", "content": "Thanks"},
-    ],
-    "thought": [
-        USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes"}, USER,
-        {"role": "assistant", "content": "No", "reasoning": "well", "name": None},
-    ],
-    "parts": [{"role": "user", "content": [{"type": "text", "text": " see "}, {"type": "image", "image": "x"}]}],
-}  # fmt: skip
+CHATS = json.loads((HERE / "chats.json").read_text(encoding="utf-8"))
+TOOLS, DOCUMENTS = CHATS["tools"], CHATS["documents"]
+TALKS: dict[str, list[dict[str, Any]]] = CHATS["talks"]
 GO = {"add_generation_prompt": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("one", {}), "one, on": ("one", GO), "system, on": ("system", GO),

@@ -21,7 +21,6 @@ from scaling.configs import Config, Linear
 from scaling.configs.sources import Source
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
-from scaling.models.ends import ends_of
 from scaling.models.text import ByteText, tokenizer, write_bytes
 from scaling.serve import command as batch
 from scaling.serve import loading
@@ -179,14 +178,6 @@ def test_generate_refuses_what_it_cannot_do_and_what_does_not_fit_beforehand(sai
         assert [each.length_that_fits(1, window_tokens=16) for each in (full, less)] == [n, n - 1]
     available = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     assert loading.free_memory("cpu", 2) == pytest.approx(0.45 * available, rel=0.05)
-
-
-def test_ends(tmp_path):
-    assert ends_of(tmp_path) == ()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
-    assert ends_of(tmp_path) == (2,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
-    assert ends_of(tmp_path) == (2, 5)
 
 
 GOOD = [

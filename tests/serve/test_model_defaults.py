@@ -39,11 +39,8 @@ LONGEST = [  # by the models' cards: (max_position_embeddings, rope_scaling, tok
 
 
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
-WORDS = {
-    "version": "1.0",
-    "added_tokens": [],
-    "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 3}, "unk_token": "a"},
-}
+WORDS = {"version": "1.0", "added_tokens": []}
+WORDS["model"] = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 3}, "unk_token": "a"}
 ENDS = [  # (files, the ids that end a text)
     ({"tokenizer_config": CLASS | {"eos_token": "</s>"}}, (3,)),
     ({"tokenizer_config": CLASS | {"eos_token": {"__type": "AddedToken", "content": "</s>"}}, "config": {}}, (3,)),
@@ -52,8 +49,9 @@ ENDS = [  # (files, the ids that end a text)
     ({"tokenizer_config": CLASS | {"eos_token": "</s>"}, "generation_config": {"eos_token_id": [1, 2]}}, (1, 2)),
     ({"tokenizer_config": CLASS | {"eos_token": "</s>"}, "generation_config": {"eos_token_id": []}}, ()),
     ({"tokenizer_config": CLASS | {"eos_token": None}}, ()),
-    ({"tokenizer_config": CLASS | {"eos_token": "<unknown>"}}, ()),
-]
+    ({"tokenizer_config": CLASS | {"eos_token": "<unknown>"}}, ()), ({}, ()), ({"config": {"eos_token_id": 2}}, (2,)),
+    ({"config": {"eos_token_id": 2}, "generation_config": {"eos_token_id": [2, 5]}}, (2, 5)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "ends"), ENDS)
