@@ -9,6 +9,7 @@ softmax, loss) are casts to float64.
 """
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -53,117 +54,97 @@ OF_KINDS = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
 }
-CASES = {
-    "llama": ("Llama", {}),
-    "llama tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama K=N": ("Llama", {"num_key_value_heads": 4}),
-    "llama K=1": ("Llama", {"num_key_value_heads": 1}),
-    "llama NH != D": ("Llama", {"head_dim": 12, "rms_norm_eps": 1e-3}),
-    "llama 3.1": ("Llama", {"rope_parameters": LLAMA3}),
-    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-    "llama biases, gelu": ("Llama", {"attention_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
-    "mistral": ("Mistral", {"sliding_window": 5}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2 windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {}),
-    "qwen3 biases": ("Qwen3", {"attention_bias": True}),
-    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "qwen3 moe": ("Qwen3Moe", EXPERTS),
-    "qwen3 moe normed": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
-    "phi3": ("Phi3", {"sliding_window": 5}),
-    "ernie 4.5": ("Ernie4_5", {}),
-    "helium": ("Helium", {"num_key_value_heads": 4}),
-    "gemma": ("Gemma", {}),
-    "granite": ("Granite", SCALES),
-    "granite tied, biases": ("Granite", SCALES | {"tie_word_embeddings": True, "attention_bias": True}),
-    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "num_key_value_heads": 2}),
-    "smollm3 windows": (
-        "SmolLM3",
-        {"pad_token_id": None, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 4},
-    ),
-    "llama yarn": ("Llama", {"rope_parameters": YARN}),
-    "deepseek": ("DeepseekV3", LATENT),
-    "deepseek dense, halves": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2, "rope_interleave": False}),
-    "deepseek dense first": ("DeepseekV3", LATENT | {"first_k_dense_replace": 1, "num_hidden_layers": 3}),
-    "deepseek yarn": ("DeepseekV3", LATENT | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}),
-    "glm4 moe lite": (
-        "Glm4MoeLite",
-        {key: LATENT[key] for key in LATENT if key != "first_k_dense_replace"} | {"num_hidden_layers": 3},
-    ),
-    "qwen2 moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 20}),
-    "granite moe": (
-        "GraniteMoe",
-        SCALES | {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True},
-    ),
-    "glm4 moe": ("Glm4Moe", GLM4_MOE),
-    "glm4 moe normed": ("Glm4Moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2}),
-    "seed oss": ("SeedOss", {"attention_out_bias": True}),
-    "phi3 part": ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 1}),
-    "llama mlp biases": ("Llama", {"mlp_bias": True}),
-    "deepseek v2": ("DeepseekV2", LATENT | {"topk_method": "group_limited_greedy", "num_hidden_layers": 3}),
-    "deepseek v2 lite": ("DeepseekV2", LATENT | {"q_lora_rank": None, "num_hidden_layers": 3}),
-    "deepseek v2 greedy, yarn": (
-        "DeepseekV2",
-        LATENT
-        | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}, "first_k_dense_replace": 1}
-        | {"routed_scaling_factor": 2.0},
-    ),
-    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
-    "olmo3": ("Olmo3", {"sliding_window": 5, "num_hidden_layers": 4, "rope_parameters": OF_KINDS}),
-    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
-    "gemma3": (
-        "Gemma3Text",
-        {"sliding_window": 5, "num_hidden_layers": 3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 11}
-        | {"rope_parameters": OF_KINDS},
-    ),
-    "gemma2": (
-        "Gemma2",
-        {"sliding_window": 5, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.3}
-        | {"final_logit_softcapping": 0.7},
-    ),
-    "gpt oss": ("GptOss", GPT_OSS | {"rope_parameters": YARN | {"truncate": False}}),
-    "glm": ("Glm", {}),
-    "glm4": ("Glm4", {"attention_bias": False}),
-    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
-    "stablelm": ("StableLm", {"use_qkv_bias": True}),
-    "stablelm parallel": ("StableLm", {"use_parallel_residual": True, "partial_rotary_factor": 0.5}),
-    "gpt neox": ("GPTNeoX", {"num_key_value_heads": 4}),
-    "gpt neox in turn": (
-        "GPTNeoX",
-        {"use_parallel_residual": False, "attention_bias": False, "num_key_value_heads": 4},
-    ),
-    "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True}),
-    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 5, "num_hidden_layers": 4}),
-    "qwen3 next": ("Qwen3Next", EXPERTS | NEXT),
-    "qwen3 next dense": ("Qwen3Next", NEXT | {"mlp_only_layers": [0, 1, 2, 3], "linear_num_value_heads": 2}),
-    "cohere norms": ("Cohere", {"use_qk_norm": True}),
-    "stablelm norms": ("StableLm", {"qk_layernorm": True}),
-    "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
-    "arcee": ("Arcee", {"mlp_bias": True, "rope_parameters": YARN}),
-    "apertus": ("Apertus", {"attention_bias": True}),
-    "vaultgemma": ("VaultGemma", {"sliding_window": 5, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.3}),
-    "hunyuan": ("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": STRETCHED}),
-    "phi3 short": (
-        "Phi3",
-        {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}, "original_max_position_embeddings": 32},
-    ),
-    "phi3 long": (
-        "Phi3",
-        {"rope_parameters": LONGROPE | {"attention_factor": 1.2, "partial_rotary_factor": 0.5}}
-        | {"original_max_position_embeddings": 16},
-    ),
-    "gpt2": ("GPT2", {"n_inner": 40, "scale_attn_by_inverse_layer_idx": False}),
-    "phi": ("Phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
-    "olmo": ("Olmo", {"clip_qkv": 0.7}),
-    "olmoe clipped": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.8}),
-    "llama4": ("Llama4Text", LLAMA4 | {"rope_parameters": LLAMA3}),
-    "llama4 dense between": (
-        "Llama4Text",
-        LLAMA4 | {"moe_layers": [2, 0], "num_experts_per_tok": 2, "attention_bias": True},
-    ),
-    "llama4 bare": ("Llama4Text", LLAMA4 | {"use_qk_norm": False, "attn_temperature_tuning": False}),
-    "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
-}
+
+
+def read(cases: str) -> dict[str, tuple[str, dict]]:
+    """{name: (class, options)} of lines `name: Class(options)`, which go on where they are indented."""
+    lines = (
+        re.fullmatch(r"(.+?): (\w+)\((.*)\)", line).groups()
+        for line in cases.strip().replace("\n    ", " ").split("\n")
+    )
+    return {name: (kind, eval(f"dict({options})", globals())) for name, kind, options in lines}
+
+
+CASES = read("""
+llama: Llama()
+llama tied: Llama(tie_word_embeddings=True)
+llama K=N: Llama(num_key_value_heads=4)
+llama K=1: Llama(num_key_value_heads=1)
+llama NH != D: Llama(head_dim=12, rms_norm_eps=1e-3)
+llama 3.1: Llama(rope_parameters=LLAMA3)
+llama linear: Llama(rope_parameters={'rope_type': 'linear', 'factor': 4.0, 'rope_theta': 1e4})
+llama biases, gelu: Llama(attention_bias=True, hidden_act='gelu_pytorch_tanh')
+mistral: Mistral(sliding_window=5)
+qwen2: Qwen2(tie_word_embeddings=True)
+qwen2 windows: Qwen2(use_sliding_window=True, sliding_window=3, max_window_layers=1)
+qwen3: Qwen3()
+qwen3 biases: Qwen3(attention_bias=True)
+mixtral: Mixtral(num_local_experts=6, num_experts_per_tok=2)
+qwen3 moe: Qwen3Moe(EXPERTS)
+qwen3 moe normed: Qwen3Moe(EXPERTS, norm_topk_prob=True)
+phi3: Phi3(sliding_window=5)
+ernie 4.5: Ernie4_5()
+helium: Helium(num_key_value_heads=4)
+gemma: Gemma()
+granite: Granite(SCALES)
+granite tied, biases: Granite(SCALES, tie_word_embeddings=True, attention_bias=True)
+smollm3: SmolLM3(no_rope_layers=[1, 0], num_key_value_heads=2)
+smollm3 windows: SmolLM3(pad_token_id=None, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=4)
+llama yarn: Llama(rope_parameters=YARN)
+deepseek: DeepseekV3(LATENT)
+deepseek dense, halves: DeepseekV3(LATENT, first_k_dense_replace=2, rope_interleave=False)
+deepseek dense first: DeepseekV3(LATENT, first_k_dense_replace=1, num_hidden_layers=3)
+deepseek yarn: DeepseekV3(LATENT, rope_parameters=YARN | {'mscale': 0.8, 'mscale_all_dim': 1.2})
+glm4 moe lite: Glm4MoeLite({key: LATENT[key] for key in LATENT if key != 'first_k_dense_replace'},
+    num_hidden_layers=3)
+qwen2 moe: Qwen2Moe(EXPERTS, shared_expert_intermediate_size=20)
+granite moe: GraniteMoe(SCALES, num_local_experts=8, num_experts_per_tok=2, tie_word_embeddings=True)
+glm4 moe: Glm4Moe(GLM4_MOE)
+glm4 moe normed: Glm4Moe(GLM4_MOE, use_qk_norm=True, attention_bias=True, n_shared_experts=2)
+seed oss: SeedOss(attention_out_bias=True)
+phi3 part: Phi3(partial_rotary_factor=0.5, num_key_value_heads=1)
+llama mlp biases: Llama(mlp_bias=True)
+deepseek v2: DeepseekV2(LATENT, topk_method='group_limited_greedy', num_hidden_layers=3)
+deepseek v2 lite: DeepseekV2(LATENT, q_lora_rank=None, num_hidden_layers=3)
+deepseek v2 greedy, yarn: DeepseekV2(LATENT, rope_parameters=YARN | {'mscale': 0.8, 'mscale_all_dim': 1.2},
+    first_k_dense_replace=1, routed_scaling_factor=2.0)
+olmo2: Olmo2(num_key_value_heads=2)
+olmo3: Olmo3(sliding_window=5, num_hidden_layers=4, rope_parameters=OF_KINDS)
+olmoe: Olmoe(num_experts=8, num_experts_per_tok=3)
+gemma3: Gemma3Text(sliding_window=5, num_hidden_layers=3, sliding_window_pattern=2, query_pre_attn_scalar=11,
+    rope_parameters=OF_KINDS)
+gemma2: Gemma2(sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=0.3, final_logit_softcapping=0.7)
+gpt oss: GptOss(GPT_OSS, rope_parameters=YARN | {'truncate': False})
+glm: Glm()
+glm4: Glm4(attention_bias=False)
+starcoder2: Starcoder2(sliding_window=5)
+stablelm: StableLm(use_qkv_bias=True)
+stablelm parallel: StableLm(use_parallel_residual=True, partial_rotary_factor=0.5)
+gpt neox: GPTNeoX(num_key_value_heads=4)
+gpt neox in turn: GPTNeoX(use_parallel_residual=False, attention_bias=False, num_key_value_heads=4)
+cohere: Cohere(logit_scale=0.3, attention_bias=True)
+cohere2: Cohere2(logit_scale=0.25, sliding_window=5, num_hidden_layers=4)
+qwen3 next: Qwen3Next(EXPERTS | NEXT)
+qwen3 next dense: Qwen3Next(NEXT, mlp_only_layers=[0, 1, 2, 3], linear_num_value_heads=2)
+cohere norms: Cohere(use_qk_norm=True)
+stablelm norms: StableLm(qk_layernorm=True)
+nemotron: Nemotron(attention_bias=True, mlp_bias=True)
+arcee: Arcee(mlp_bias=True, rope_parameters=YARN)
+apertus: Apertus(attention_bias=True)
+vaultgemma: VaultGemma(sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=0.3)
+hunyuan: HunYuanDenseV1(tie_word_embeddings=True, rope_parameters=STRETCHED)
+phi3 short: Phi3(rope_parameters=LONGROPE | {'partial_rotary_factor': 0.5}, original_max_position_embeddings=32)
+phi3 long: Phi3(rope_parameters=LONGROPE | {'attention_factor': 1.2, 'partial_rotary_factor': 0.5},
+    original_max_position_embeddings=16)
+gpt2: GPT2(n_inner=40, scale_attn_by_inverse_layer_idx=False)
+phi: Phi(num_key_value_heads=2, partial_rotary_factor=0.5)
+olmo: Olmo(clip_qkv=0.7)
+olmoe clipped: Olmoe(num_experts=8, num_experts_per_tok=3, clip_qkv=0.8)
+llama4: Llama4Text(LLAMA4, rope_parameters=LLAMA3)
+llama4 dense between: Llama4Text(LLAMA4, moe_layers=[2, 0], num_experts_per_tok=2, attention_bias=True)
+llama4 bare: Llama4Text(LLAMA4, use_qk_norm=False, attn_temperature_tuning=False)
+exaone4: Exaone4(sliding_window=5, num_hidden_layers=4)
+""")
 
 
 def theirs(model, tokens):
