@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from scaling.configs import Config
-from scaling.hardware import Chip
 from scaling.models.leaves import leaves_of
 from scaling.models.lora import MATRICES, Lora, factors, sizes_of
 from scaling.plan.candidates import Found, answer
@@ -24,17 +23,11 @@ ADAPTED = 16  # bytes of an adapter's param: fp32 with its gradient and Adam's m
 
 @dataclass(frozen=True)
 class Frugal:
-    """A way to train in less memory: the job that remains on the chips, and the bytes of the adapters on each chip."""
+    """A way to train in less memory, and the job that remains on the chips."""
 
     name: str
     job: Job
-    adapters: float
     says: str
-
-    def on(self, chip: Chip) -> Job:
-        """Return the job with the adapters' bytes taken off the memory that it may use."""
-        less = self.adapters / chip.need("hbm_bytes")
-        return replace(self.job, headroom=max(1e-6, self.job.headroom - less))
 
 
 def adapter_params(config: Config) -> int:
@@ -49,25 +42,28 @@ def adapter_params(config: Config) -> int:
 
 
 def frugal_ways(job: Job) -> Iterator[Frugal]:
-    """Yield the ways that need less memory than the job itself, first the ways that train all params."""
+    """Yield the ways that need less memory than the job itself, first the ways that train all params.
+
+    Adapters are counted in the bytes of the optimizer, which are split as these are.
+    """
     params = job.work.params
     if job.optimizer_bytes > 2:
-        yield Frugal("8-bit Adam", replace(job, optimizer_bytes=2), 0.0, "its two moments take a byte each")
+        yield Frugal("8-bit Adam", replace(job, optimizer_bytes=2), "its two moments take a byte each")
     if job.optimizer_bytes:
         host = job.optimizer_bytes * params / 1e9
         says = f"its state, {host:,.0f} GB in all, waits in the hosts' memory and is updated there"
-        yield Frugal("Adam on the host", replace(job, optimizer_bytes=0), 0.0, says)
+        yield Frugal("Adam on the host", replace(job, optimizer_bytes=0), says)
     says = "layers' inputs wait in the hosts' memory until the backward pass"
-    yield Frugal("activations on the host", replace(job, offload=True), 0.0, says)
+    yield Frugal("activations on the host", replace(job, offload=True), says)
     if not isinstance(job.config, Config):
         return
-    adapters = ADAPTED * adapter_params(job.config)
-    frozen = replace(job, grad_bytes=0, optimizer_bytes=0)
-    own = f"{adapter_params(job.config) / 1e6:,.0f}e6 params of adapters of rank {RANK} are trained, all others frozen"
-    yield Frugal("LoRA", replace(frozen, param_bytes=2), adapters, f"{own} in bf16")
+    adapters = adapter_params(job.config)
+    frozen = replace(job, grad_bytes=0, optimizer_bytes=ADAPTED * adapters / params)
+    own = f"{adapters / 1e6:,.0f}e6 params of adapters of rank {RANK} are trained, all others frozen"
+    yield Frugal("LoRA", replace(frozen, param_bytes=2), f"{own} in bf16")
     ends = max(job.work.ends) if job.work.tied else sum(job.work.ends)
     each = (NF4 * (params - ends) + 2 * ends) / params
-    yield Frugal("QLoRA", replace(frozen, param_bytes=each), adapters, f"{own} in 4 bits")
+    yield Frugal("QLoRA", replace(frozen, param_bytes=each), f"{own} in 4 bits")
 
 
 def size(nbytes: float | None) -> str:
@@ -109,7 +105,7 @@ def help_needed(found: Found) -> dict:
 
     more = [asked.chips << i for i in range(1, 12)]
     any(works(f"{n:,} chips", chips=n) for n in more)
-    ways = [(f"{way.name} ({way.says})", way.on(asked.chip)) for way in frugal_ways(job)]
+    ways = [(f"{way.name} ({way.says})", way.job) for way in frugal_ways(job)]
     fit = [works(name, job=less) for name, less in ways]
     if not any(fit):
         name, less = ways[-1]

@@ -101,7 +101,7 @@ def frugal_rungs(job: Job, gpu: Chip, gpus: int) -> list[tuple[Frugal, Climbed]]
     """Return the ways to train in less memory that fit, each with its rung."""
     found = []
     for way in frugal_ways(job):
-        if chosen := choose_rung(climb(way.on(gpu), gpu, gpus)):
+        if chosen := choose_rung(climb(way.job, gpu, gpus)):
             found.append((way, chosen))
     return found
 
@@ -148,7 +148,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
             f"      all params with Adam do not fit: {best.rung.name} is {over} too large",
         ]
         for way, rung in frugal:
-            held = size(float(rung.found.held.total) + way.adapters)
+            held = size(float(rung.found.held.total))
             lines.append(f"  {way.name}: {held} a GPU ({rung.rung.name}); {way.says}")
         return folded(lines), True
     over = size(float(best.found.held.total) - free)

@@ -186,6 +186,11 @@ class ServingPlan:
         token, first = likely_token(self).seconds, 0.0 if self.apart else first_token(self)
         return self.replicas * self.batch / (first + self.service.generated * token)
 
+    @property
+    def served(self) -> float:
+        """Tokens per second and chip, as forecast."""
+        return self.requests / self.replicas * self.service.generated / self.chips
+
     @cached_property
     def prefill(self) -> float:
         """Seconds of one prompt on this slice, as forecast."""
@@ -295,7 +300,7 @@ def _key(served: ServingPlan, objective: str) -> tuple:
     if objective == "latency":
         return served.step.seconds, -served.per_chip, served.chips
     if served.service.ttft or served.service.tpot:
-        return -served.requests / served.replicas / served.chips, served.chips
+        return -served.served, served.chips
     return -float(f"{served.per_chip:.3g}"), likely_token(served).seconds * served.chips / served.batch, served.chips
 
 

@@ -20,7 +20,6 @@ from scaling.serve.states import POLICIES
 from scaling.spec import ShardingError
 
 STORED = ("bf16", "int8", "fp8", "int4", "fp4")
-TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the Pareto front, as multiples of the fastest step
 
 
 def _parser() -> Parser:
@@ -172,7 +171,6 @@ def main(arguments: list[str]) -> int:
     served = None
     if args.rate:
         served = traces.under_load(found[0], rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
-    spread = latencies(asked, hardware, fixed) if args.pareto else []
     if args.json:
         out = {
             "model": asked.config.name,
@@ -185,7 +183,8 @@ def main(arguments: list[str]) -> int:
         out["others"] = [report.as_dict(one) for one in report.distinct(found, args.top + 1)[1:]]
         out |= {"goals": [report.goal_dict(one) for one in goals]} if goals else {}
         out |= {"waiting": waiting - found[0].batch} if waiting else {}
-        out |= {"pareto": [report.as_dict(one) for one in spread]} if args.pareto else {}
+        out["tradeoff"] = {name: report.as_dict(one) for name, one in report.tradeoff(found).items()}
+        out |= {"pareto": [report.as_dict(one) for one in report.front(found)]} if args.pareto else {}
         out |= {"simulated": traces.as_dict(served, args.rate, args.policy)} if served else {}
         print(json.dumps(out, indent=1))
         return 0
@@ -193,15 +192,7 @@ def main(arguments: list[str]) -> int:
         print(f"Of {waiting:,} requests {found[0].batch:,} fit at once in each replica; the others wait.\n")
     print(report.goals_text(goals) + report.text(found, args.objective, args.top, args.price, **fixed))
     if args.pareto:
-        print("\n" + report.front(spread))
+        print("\n" + report.front_text(found, args.price))
     if served:
         print("\n" + traces.text(found[0], served, args.rate, args.policy))
     return 0
-
-
-def latencies(asked: Service, hardware, fixed: dict) -> list:
-    """Return the best plan for each of several limits of the step, starting with the fastest step."""
-    fastest = plans(replace(asked, latency=None), hardware, objective="latency", **fixed)
-    limits = [fastest[0].step.seconds * times for times in TIMES] if fastest else []
-    found = [plans(replace(asked, latency=limit), hardware, **fixed)[:1] for limit in limits]
-    return [one for best in found for one in best]

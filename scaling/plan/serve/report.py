@@ -1,6 +1,6 @@
 """The report of a serving plan: its step's costs, the cost that binds, and the changes that would help."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from scaling.common.tables import table
@@ -51,8 +51,6 @@ def notes(served: ServingPlan) -> list[str]:
     said.append(f"a bound over the forms {', '.join(decoding.FORMS)}; other systems may have better ones")
     if s.copied:
         said.append(f"{s.copied} experts are stored twice, so that each chip has equally many")
-    if not (s.latency or s.ttft or s.tpot):
-        said.append("no limit of time was given: --ttft and --tpot find the best within such limits")
     if s.over_time:
         said.append("caches are counted at the prompt and half of the output, as they are on average")
     return said
@@ -157,22 +155,23 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
     kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in ms.items())
     dollars, likely = price or best.chip.price, likely_token(best)
-    rate = best.batch / likely.seconds / best.chips
     spent = ", ".join(f"{name} {1e3 * part:.3g}" for name, part in likely.parts.items() if part)
-    lines = [
-        asked(s, best.chip),
-        *counted_without(s.config),
-        "",
+    lines = [asked(s, best.chip), *counted_without(s.config), ""]
+    if objective == "throughput" and not (s.latency or s.ttft or s.tpot or fixed.get("batch")):
+        lines += ["Latency against throughput, as forecast; --tpot and --ttft set limits in ms:"]
+        lines += [_choices(tradeoff(found), dollars), "", "The most tokens/s by the bound:"]
+    lines += [
         f"Take:       {named_slices(best)}, {used} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
         f"{_mesh(best)}; batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
-        f"Forecast:   {1e3 * likely.seconds:.3g} ms a token of each request, {rate:,.1f} tokens/s a chip: {spent} ms",
+        f"Forecast:   {1e3 * likely.seconds:.3g} ms a token of each request, {best.served:,.1f} tokens/s a chip: "
+        f"{spent} ms",
         f"            {off_by(best.chip)}",
         f"First token: {_ms(first_token(best))} ms, as forecast; "
         + (off_by(best.chip, s.engine) if gpu else f"at {s.mfu:.0%} MFU; no measured row tells how far off that is"),
-        f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound, {best.per_chip:,.1f} a "
-        f"chip, {1 / step.seconds:,.1f} for each request"
+        f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound of decoding, {best.per_chip:,.1f} "
+        f"a chip, {1 / step.seconds:,.1f} for each request"
         + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
         f"Memory:     weights {size(best.weight_bytes)}, KV cache {size(best.kv_bytes)} a chip, of "
         f"{size(s.headroom * hbm)} ({s.headroom:.0%} of {size(hbm)})",
@@ -194,10 +193,46 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     return folded(lines)
 
 
-def front(found: Sequence[ServingPlan]) -> str:
-    """Return a table of the plans that no other beats in both milliseconds and tokens/s per chip."""
-    kept = serving.pareto(found, lambda one: one.step.seconds, lambda one: one.per_chip)
-    return "Latency against throughput:\n" + _rows(kept)
+def token_seconds(one: ServingPlan) -> float:
+    """Return the seconds of a token, as forecast."""
+    return float(likely_token(one).seconds)
+
+
+def front(found: Sequence[ServingPlan]) -> list[ServingPlan]:
+    """Return the plans that no other beats in both the time of a token and tokens/s per chip, as forecast.
+
+    The plans are those of `found`, with the batch that they have and with halves of it; the fastest token comes first.
+    """
+    smaller = [
+        replace(one, batch=one.groups * (one.batch // one.groups >> i))
+        for one in found for i in range((one.batch // one.groups).bit_length())
+    ]  # fmt: skip
+    return serving.pareto(smaller, token_seconds, lambda one: one.served)
+
+
+def tradeoff(found: Sequence[ServingPlan]) -> dict[str, ServingPlan]:
+    """Return both ends of the front, and the plan with the most tokens/s for each second that a token takes."""
+    kept = front(found)
+    balanced = max(kept, key=lambda one: one.served / token_seconds(one))
+    return {"fastest token": kept[0], "balanced": balanced, "most tokens/s": kept[-1]}
+
+
+def _choices(named: Mapping[str, ServingPlan], dollars: float | None) -> str:
+    """Return a table of named plans as forecast, with the price of a million tokens."""
+    body = [
+        (name, named_slices(one), one.form, _mesh(one), f"{one.batch:,}", _ms(first_token(one)),
+         _ms(token_seconds(one)), f"{one.served:,.1f}",
+         *([f"{dollars * 1e6 / 3600 / one.served:,.3g}"] if dollars else []))
+        for name, one in named.items()
+    ]  # fmt: skip
+    head = ["", "slice", "form", "mesh", "batch", "TTFT ms", "TPOT ms", "tokens/s\na chip"]
+    return table(body, head + ["$ a million\ntokens"] * bool(dollars))
+
+
+def front_text(found: Sequence[ServingPlan], price: float | None) -> str:
+    """Return the front as a table."""
+    named = {str(i): one for i, one in enumerate(front(found), 1)}
+    return "Latency against throughput, as forecast:\n" + _choices(named, price or found[0].chip.price)
 
 
 def as_dict(one: ServingPlan) -> dict:
