@@ -109,7 +109,8 @@ def help_needed(found: Found) -> dict:
     fit = [works(name, job=less) for name, less in ways]
     if not any(fit):
         name, less = ways[-1]
-        any(works(f"{name} on {n:,} chips", chips=n, job=less) for n in more)
+        least = size(float(answer(replace(asked, job=less))[0].held.total))
+        any(works(f"{name} needs {least} a chip; on {n:,} chips", chips=n, job=less) for n in more)
     if job.grad_bytes > 2:
         works("gradients in bf16", job=replace(job, grad_bytes=2))
     smaller = (b for b in (job.batch >> i for i in range(1, 16)) if b >= job.seq)

@@ -79,8 +79,10 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     first, second = cotangents(job, c, l)
     backward = np.maximum(first, second)
     weights = act * (dense + experts)
-    gathered = np.where(sharded, 2 * weights, 0.0)  # this layer's and the next one's
+    stored = min(1.0, job.param_bytes / act)  # frozen weights in 4 bits are gathered as they are stored
+    gathered = np.where(sharded, (1 + stored) * weights, 0.0)  # this layer's and the next one's
     flying = np.where(sharded & np.logical_not(late), weights, 0.0)  # a layer's gradients, whole, on their way
+    flying = flying * (job.grad_bytes > 0)  # frozen weights have none
     loss = _loss(job, c, l, sharded)
     table = np.where(l.pipe > 1, w.ends[1] / l.tensor * (act + job.grad_bytes), 0.0)  # gathered, its gradient whole
     working = np.maximum(gathered + backward + 2 * flying, loss) + table
@@ -152,8 +154,9 @@ def _loss(job: Job, c: Compute, l: Layout, sharded: Amount) -> Amount:
         return (2 + 1 / l.tensor) * c.tokens * D * job.act_bytes + each * c.tokens * table / D + gathered
     chunks = np.maximum(1, np.ceil(4 * c.tokens * table / D / LIMITS.chunk))
     logits = np.ceil(c.tokens / chunks) * table / D
-    one = logits * job.act_bytes + np.maximum(4 * logits, job.act_bytes * table)
-    more = table * (np.where(chunks > 1, 4, 0) * (job.act_bytes < 4) + np.where(sharded, job.act_bytes, 0))
+    grads = table * (job.grad_bytes > 0)
+    one = logits * job.act_bytes + np.maximum(4 * logits, job.act_bytes * grads)
+    more = grads * np.where(chunks > 1, 4, 0) * (job.act_bytes < 4) + table * np.where(sharded, job.act_bytes, 0)
     return (2 + 1 / l.tensor) * c.tokens * D * job.act_bytes + one + more
 
 

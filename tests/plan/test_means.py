@@ -23,8 +23,7 @@ def test_adapters_and_frozen_weights_are_those_of_llama3_8b():
     assert list(ways) == ["8-bit Adam", "Adam on the host", "activations on the host", "LoRA", "QLoRA"]
     assert ways["QLoRA"].job.param_bytes * 8.03e9 == pytest.approx(5.7e9, rel=0.02)
     assert ways["8-bit Adam"].job.optimizer_bytes == 2
-    card = chip("rtx4090")
-    assert ways["LoRA"].on(card).headroom == pytest.approx(0.9 - 16 * 41_943_040 / 24e9)
+    assert ways["LoRA"].job.optimizer_bytes * 8.03e9 == pytest.approx(16 * 41_943_040, rel=0.001)
     assert next(frugal_ways(Job(L8, 2**16, 2048, optimizer_bytes=2))).name == "Adam on the host"
 
 

@@ -170,8 +170,8 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"            {off_by(best.chip)}",
         f"First token: {_ms(first_token(best))} ms, as forecast; "
         + (off_by(best.chip, s.engine) if gpu else f"at {s.mfu:.0%} MFU; no measured row tells how far off that is"),
-        f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound of decoding, {best.per_chip:,.1f} "
-        f"a chip, {1 / step.seconds:,.1f} for each request"
+        f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound of decoding, "
+        f"{best.per_chip:,.1f} a chip, {1 / step.seconds:,.1f} for each request"
         + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
         f"Memory:     weights {size(best.weight_bytes)}, KV cache {size(best.kv_bytes)} a chip, of "
         f"{size(s.headroom * hbm)} ({s.headroom:.0%} of {size(hbm)})",
