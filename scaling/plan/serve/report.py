@@ -193,7 +193,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     return folded(lines)
 
 
-def token_seconds(one: ServingPlan) -> float:
+def _token_time(one: ServingPlan) -> float:
     """Return the seconds of a token, as forecast."""
     return float(likely_token(one).seconds)
 
@@ -207,13 +207,13 @@ def front(found: Sequence[ServingPlan]) -> list[ServingPlan]:
         replace(one, batch=one.groups * (one.batch // one.groups >> i))
         for one in found for i in range((one.batch // one.groups).bit_length())
     ]  # fmt: skip
-    return serving.pareto(smaller, token_seconds, lambda one: one.served)
+    return serving.pareto(smaller, _token_time, lambda one: one.served)
 
 
 def tradeoff(found: Sequence[ServingPlan]) -> dict[str, ServingPlan]:
     """Return both ends of the front, and the plan with the most tokens/s for each second that a token takes."""
     kept = front(found)
-    balanced = max(kept, key=lambda one: one.served / token_seconds(one))
+    balanced = max(kept, key=lambda one: one.served / _token_time(one))
     return {"fastest token": kept[0], "balanced": balanced, "most tokens/s": kept[-1]}
 
 
@@ -221,7 +221,7 @@ def _choices(named: Mapping[str, ServingPlan], dollars: float | None) -> str:
     """Return a table of named plans as forecast, with the price of a million tokens."""
     body = [
         (name, named_slices(one), one.form, _mesh(one), f"{one.batch:,}", _ms(first_token(one)),
-         _ms(token_seconds(one)), f"{one.served:,.1f}",
+         _ms(_token_time(one)), f"{one.served:,.1f}",
          *([f"{dollars * 1e6 / 3600 / one.served:,.3g}"] if dollars else []))
         for name, one in named.items()
     ]  # fmt: skip
