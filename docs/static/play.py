@@ -12,7 +12,7 @@ from types import MappingProxyType
 from scaling import algebra, configs, cost, hardware
 from scaling.algebra.law import check_product
 from scaling.algebra.rules import collective_steps
-from scaling.check.lines import KINDS
+from scaling.check.files import KINDS
 from scaling.cost.collectives import seconds_on
 from scaling.cost.transformer import num_params
 from scaling.exercise.judge import assess

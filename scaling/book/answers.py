@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from scaling.book import layout
-from scaling.common.tables import table
+from scaling.common.console import table
 
 ANSWERED = ("question", "book", "ours", "unit", "off by", "verdict")  # the columns of a table of answers
 VERDICTS = ("agrees", "rounding", "erratum", "ours", "DIFFERS")

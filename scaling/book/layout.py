@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import zip_longest
 
-from scaling.common import tables
+from scaling.common import console
 from scaling.common.console import width
 
 
@@ -55,14 +55,14 @@ def _side_by_side(pictures: list[str], gap: int) -> str:
 
 def table(rows: Iterable[Sequence], headers: Sequence[str], columns: int | None = None) -> str:
     """Return rows of text and numbers under their headers: counts in full, other numbers to four digits."""
-    return tables.table([[_written(cell) for cell in row] for row in rows], headers, columns)
+    return console.table([[_written(cell) for cell in row] for row in rows], headers, columns)
 
 
 def html_table(rows: Iterable[Sequence], headers: Sequence[str], below: Sequence[str] = ()) -> str:
     """Return the same table as HTML, its numbers to the right, without empty columns; `below`: text under each row."""
     columns = [*zip_longest(headers, *([_written(cell) for cell in row] for row in rows), fillvalue="")]
     columns = [each for each in columns if {*each[1:]} - {"", "-"}] or columns
-    right = [all(map(tables.NUMBER.fullmatch, each[1:])) for each in columns]
+    right = [all(map(console.NUMBER.fullmatch, each[1:])) for each in columns]
 
     def line(cells: Sequence[str], tag: str) -> str:
         aligned = (f"<{tag}{' style=text-align:right' * numbers}>" for numbers in right)

@@ -5,9 +5,8 @@
 
 from typing import TYPE_CHECKING
 
-from scaling.check.files import check_source, files_of, main
+from scaling.check.files import check_lines, check_source, files_of, main
 from scaling.check.findings import RULES, Finding
-from scaling.check.lines import check_lines
 from scaling.common.lazy import lazy
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from itertools import combinations
 from pathlib import Path
 
 from scaling import launch
-from scaling.common import tables
+from scaling.common import console
 from scaling.common.console import Parser, complaining, integer, output
 from scaling.configs import get
 from scaling.hardware import Chip, load_chip
@@ -88,7 +88,7 @@ def table(checks: Sequence[Check]) -> str:
     """Return the predictions and measurements as a table with their summary."""
     rows = [(format_sizes(c.sizes), f"{1e3 * c.predicted:.1f}", f"{1e3 * c.seconds:.1f}", f"{c.error:+.0%}")
             for c in checks]  # fmt: skip
-    shown = tables.table(rows, ["mesh", "predicted ms", "measured ms", "error"])
+    shown = console.table(rows, ["mesh", "predicted ms", "measured ms", "error"])
     return f"{shown}\n\nmedian error {median_error(checks):.0%}, Kendall's tau {tau(checks):.2f}"
 
 
@@ -102,7 +102,7 @@ def chip_table(chip: Chip) -> str:
         unit = "GFLOPs/s" if m.op == "Matmul" else "GB/s"
         rate = f"{m.bandwidth / 1e9:,.2f} {unit}" if m.bandwidth < 1e15 else ""
         rows.append((name, rate, f"{m.latency * 1e6:,.0f} us"))
-    return tables.table(rows, ["", "rate", "latency"])
+    return console.table(rows, ["", "rate", "latency"])
 
 
 def toml(chip: Chip) -> str:

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from scaling import collectives, launch
-from scaling.common.console import Parser, complaining, folder, integer, number
-from scaling.common.tables import table
+from scaling.common.console import Parser, complaining, folder, integer, number, table
 from scaling.cost.lines import share_of_sent
 from scaling.spec import format_axes
 from scaling.spec.sizes import format_sizes, parse_mesh

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from scaling.common import tables
+from scaling.common import console
 from scaling.cost.counted import CountedStep
 from scaling.cost.memory import ROOM
 from scaling.hardware import Chip
@@ -262,7 +262,7 @@ def table(found: list[MeshChoice], refused: list[str], top: int = OFFERED) -> st
         words = *(f"{n:,.1f}" for n in numbers), f"{c.memory / 1e9:.3f}", c.settings.remat
         rows.append((c.name, *words, f"{c.settings.microbatches}"))
     head = ["mesh", "ms a step", *found[0].parts, "GB a rank", "remat", "microbatches"]
-    lines = [tables.table(rows, head), reason(found)]
+    lines = [console.table(rows, head), reason(found)]
     lines += [f"{len(found)} meshes were compared" + (f", {len(refused)} do not suit, such as" if refused else "")]
     return "\n".join([*lines, *(f"  {why}" for why in refused[:3])])
 

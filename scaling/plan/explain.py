@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from textwrap import wrap
 
-from scaling.common.tables import table
+from scaling.common.console import table
 from scaling.hardware import Chip
 from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate

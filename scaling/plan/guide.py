@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scaling.common.arguments import shortened, whole
-from scaling.common.console import Parser, complaining, integer, number
-from scaling.common.tables import significant, table
+from scaling.common.console import Parser, complaining, integer, number, significant, table
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.hardware import CHIPS, Chip, Level, chip

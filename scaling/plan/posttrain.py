@@ -19,8 +19,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from scaling.common.arguments import whole
-from scaling.common.console import Parser, complain, complaining, integer, number
-from scaling.common.tables import table
+from scaling.common.console import Parser, complain, complaining, integer, number, table
 from scaling.configs import Config, get
 from scaling.configs.sources import HELP
 from scaling.hardware import CHIPS, Chip, chip

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from textwrap import wrap
 
-from scaling.common.tables import significant, table
+from scaling.common.console import significant, table
 from scaling.configs import Config
 from scaling.models.leaves import counted_without, uncomputed
 from scaling.plan import closed_form

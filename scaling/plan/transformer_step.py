@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scaling.common import tables
+from scaling.common import console
 from scaling.cost.counted import CountedStep, Prediction, measured_row, others_idle, pipelined, price, weighted_sum
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
@@ -94,7 +94,7 @@ def cost_table(part: Prediction) -> str:
         sizes = f"{calls.number:,.0f}", report.size(calls.amount)
         rows.append((op, "".join(axes), dtype, *sizes, f"{1e3 * line.seconds:,.2f}", "" if ahead else "waited for"))
     head = ["line", "over", "dtype", "calls", "V, all calls", "ms", ""]
-    return tables.table(rows, head, right=[False, False, False, True, True, True, False])
+    return console.table(rows, head, right=[False, False, False, True, True, True, False])
 
 
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:

@@ -7,8 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
-from scaling.common.console import fold
-from scaling.common.tables import table
+from scaling.common.console import fold, table
 from scaling.hardware import Chip
 from scaling.profile import stragglers
 from scaling.profile.advice import Suggestion, suggestions

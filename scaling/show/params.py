@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scaling.common.console import Parser, complaining
-from scaling.common.tables import significant, table
+from scaling.common.console import Parser, complaining, significant, table
 from scaling.configs import Config, get
 from scaling.configs.sources import HELP
 from scaling.spec import parse

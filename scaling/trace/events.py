@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from scaling.common.tables import WIDE, table
+from scaling.common.console import WIDE, table
 from scaling.spec import Spec, format_axes
 
 

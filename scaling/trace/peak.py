@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from scaling import trace
-from scaling.common.tables import WIDE, table
+from scaling.common.console import WIDE, table
 from scaling.common.torch_private import TorchDispatchMode, storage_of
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from scaling import launch
 from scaling.common.arguments import of_type, read_table
-from scaling.common.console import Parser, complaining, fold, fold_command, integer, number
-from scaling.common.tables import significant
+from scaling.common.console import Parser, complaining, fold, fold_command, integer, number, significant
 from scaling.common.torchrun import first_rank, this_rank, world_size
 from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.hardware import chip

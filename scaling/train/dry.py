@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from scaling.common.tables import significant
+from scaling.common.console import significant
 from scaling.common.torchrun import this_rank
 from scaling.cost.counted import CountedStep
 from scaling.cost.memory import ROOM

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from scaling import tree
-from scaling.common.console import fold
-from scaling.common.tables import significant
+from scaling.common.console import fold, significant
 from scaling.cost import transformer as tm
 from scaling.hardware import chip, chips
 from scaling.models.lora import adapter_specs, sizes_of

@@ -16,7 +16,7 @@ from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, notation, rounding
 from scaling.book.largest import largest
 from scaling.book.listing import difference
-from scaling.common.tables import significant
+from scaling.common.console import significant
 
 WHY = {"erratum": "why"}
 VERDICTS = [  # the book's, ours, what is said of it: the verdict

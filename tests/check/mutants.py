@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from sources import replaced
 
-from scaling.check.lines import TYPED
+from scaling.check.files import TYPED
 from scaling.spec import Line, ShardingError, Spec, parse_line
 
 ROOT = Path(__file__).parents[2]

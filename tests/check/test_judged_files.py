@@ -18,7 +18,7 @@ from sources import parsed
 
 from scaling.check import check_source, judged, main
 from scaling.check.contracts import documented
-from scaling.check.lines import check_lines
+from scaling.check.files import check_lines
 from scaling.check.programs import programs
 from scaling.check.run import judge_file
 from scaling.mesh import AbstractMesh

@@ -20,7 +20,7 @@ import scaling
 from scaling.check import main as check
 from scaling.common import arguments, console
 from scaling.common.arguments import check_fields, read_table
-from scaling.common.tables import table
+from scaling.common.console import table
 from scaling.configs import load
 from scaling.measure import command as measure
 from scaling.measure.network import main as network

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "check"))
 from mutant_programs import judgement
 
 from scaling.check import check_source
+from scaling.check.files import check_lines
 from scaling.check.findings import RULES
-from scaling.check.lines import check_lines
-from scaling.common import tables
+from scaling.common import console
 from scaling.common.console import Parser
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
@@ -159,7 +159,7 @@ def here(bug: Bug) -> str:
 
 def table() -> str:
     rows = [(i, bug.name, bug.what, here(bug)) for i, bug in enumerate(BUGS, 1)]
-    shown = tables.table(rows, ["", "bug", "what happened there", "what happens here"], 100)
+    shown = console.table(rows, ["", "bug", "what happened there", "what happens here"], 100)
     typed = sum(not bug.fails for bug in BUGS)
     return f"{shown}\n{typed} of {len(BUGS)} are refused by type, {len(BUGS) - typed} by a test against one device.\n"
 

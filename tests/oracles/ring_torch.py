@@ -14,8 +14,7 @@ import torch
 
 from scaling import launch
 from scaling.book.largest import largest
-from scaling.common.console import Parser
-from scaling.common.tables import table
+from scaling.common.console import Parser, table
 from scaling.strategies import context
 
 LIMIT = 3e-6

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from grpo import EXPERTS, SIZES, STEP, plain, records, run, write_folder
 
-from scaling.common import tables
+from scaling.common import console
 
 ROOT = Path(__file__).parents[2]
 LOOP, DRAW = "scaling/posttrain/loop.py", "scaling/serve/generation.py"
@@ -106,7 +106,7 @@ def plant(bug: Bug, patch: pytest.MonkeyPatch) -> None:
 
 def table() -> str:
     rows = [(i, bug.name, SHOWN.get(bug.seen, f"refused: {bug.seen}")) for i, bug in enumerate(BUGS, 1)]
-    return tables.table(rows, ["", "bug", "what shows it here"], 100)
+    return console.table(rows, ["", "bug", "what shows it here"], 100)
 
 
 def test_the_museum_has_the_table():

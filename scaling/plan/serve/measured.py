@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from scaling.common import tables
+from scaling.common import console
 from scaling.common.console import Parser, complaining
 from scaling.configs import get
 from scaling.hardware import chip
@@ -217,7 +217,7 @@ def main(arguments: list[str]) -> int:
          f"{one.error:.0%}", "{} of {}".format(*one.far)) for one in found
     ]  # fmt: skip
     head = ["", "rows", "first\nhalf", "second\nhalf", "both", f"groups of {MANY}\nbeyond {FAR:.0%}"]
-    print("Median errors of each half, forecast by the rates that fit the other:\n" + tables.table(body, head) + "\n")
+    print("Median errors of each half, forecast by the rates that fit the other:\n" + console.table(body, head) + "\n")
     print("[errors]", *(f'{one.name} = [{one.error:.2f}, "{len(one.groups):,} rows"]' for one in found), "", sep="\n")
     for one in found:
         fields = (f"{name} = {rate:.3g}" for name, rate in asdict(one.rates).items())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from scaling.common import tables
+from scaling.common import console
 from scaling.common.console import complain, complaining
 from scaling.configs import Config, get
 from scaling.cost import decoding, serving
@@ -117,7 +117,7 @@ def table(groups: list[dict]) -> str:
              *(f"{1e3 * t:.2f}" for t in (one.seconds, one.bound)), f"{one.bound / one.seconds:.0%}",
              *(f"{1e3 * t:+.2f}" for t in (one.slower, one.step.comms, one.rest))) for one in found
         ]  # fmt: skip
-        lines += [tables.table(body, head)]
+        lines += [console.table(body, head)]
         lines += [f"  {group['says']}", ""]
     lines += [
         "share: bound / measured. On top, each in ms: memory: HBM read at "

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scaling.common.tables import table
+from scaling.common.console import table
 from scaling.cost import decoding, serving
 from scaling.hardware import Chip
 from scaling.models.leaves import counted_without

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from scaling.common import tables
+from scaling.common import console
 from scaling.models.tiles import Mask
 from scaling.spec import dtype_bytes, format_axes, parse
 from scaling.strategies.context.ring import FORMS, check_length, copied_heads, hops_needed, work
@@ -104,4 +104,4 @@ def table(sizes: Mapping[str, int], ranks: int, heads: int = 2, dtype="bf16", **
         passes = ["  ".join(f"{a} {sent[i] / 1e6:,.1f}" for a, sent in c.sent.items()) for i in (0, 1)]
         rows.append((form, *passes, c.rounds, f"{c.balance:.3f}", f"{c.held / 1e6:,.1f}", c.limits))
     headers = ["form", "MB sent forward", "and backward", "rounds", "busiest / mean", "MB of KV held", "must divide"]
-    return tables.table(rows, headers, tables.WIDE, right=[False, *[True] * 5, False])
+    return console.table(rows, headers, console.WIDE, right=[False, *[True] * 5, False])
