@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import warnings
 
@@ -13,6 +14,15 @@ from scaling.book.largest import largest
 from scaling.configs import load
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
+
+
+def read_cases(text: str, names: dict) -> dict[str, tuple[str, dict]]:
+    """{name: (kind, options)} of lines `name: kind(options)`, or `kind(options)`; indented, they go on."""
+    found = {}
+    for line in text.strip().replace("\n    ", " ").split("\n"):
+        name, kind, options = re.fullmatch(r"(?:(.+?): )?(\w+)\((.*)\)", line).groups()
+        found[name or kind] = kind, eval(f"dict({options})", names)
+    return found
 
 
 def shaken(config):

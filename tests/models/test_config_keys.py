@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import cache
 
 import pytest
-from probes import outcome
+from probes import outcome, read_cases
 
 from scaling.configs import load
 from scaling.configs.model_types import KINDS
@@ -30,51 +30,53 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers":
 EXPERTS = {"moe_intermediate_size": 20, "num_experts": 10, "num_experts_per_tok": 3}
 NEXT = {"full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
 NEXT |= {"linear_value_head_dim": 6, "shared_expert_intermediate_size": 12}
-BASES = {  # a small model of each type
-    "llama": SMALL,
-    "mistral": SMALL | {"sliding_window": 5},
-    "mixtral": SMALL | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5},
-    "qwen2": SMALL | WINDOWS,
-    "qwen3": SMALL | WINDOWS,
-    "qwen3_moe": SMALL | WINDOWS | EXPERTS,
-    "gemma": SMALL,
-    "granite": SMALL | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
-    "smollm3": SMALL | {"use_sliding_window": True, "sliding_window": 5, "pad_token_id": 0},
-    "ernie4_5": SMALL,
-    "helium": SMALL | {"head_dim": 4, "pad_token_id": 0},
-    "phi3": SMALL | {"pad_token_id": 0, "sliding_window": 5, "hidden_size": 32},
-    "olmo2": SMALL | {"pad_token_id": 0},
-    "olmo3": SMALL | {"pad_token_id": 0, "sliding_window": 5, "num_hidden_layers": 4},
-    "olmoe": SMALL | {"pad_token_id": 0, "head_dim": 4, "num_experts": 8, "num_experts_per_tok": 3},
-    "gemma3_text": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9},
-    "gemma2": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0},
-    "gpt_oss": SMALL | {"sliding_window": 5, "num_local_experts": 8, "num_experts_per_tok": 3},
-    "glm": SMALL | {"pad_token_id": 0},
-    "glm4": SMALL | {"pad_token_id": 0},
-    "starcoder2": SMALL,
-    "stablelm": SMALL | {"pad_token_id": 0, "num_attention_heads": 2, "num_key_value_heads": 1},
-    "gpt_neox": SMALL | {"num_attention_heads": 2},
-    "cohere": SMALL | {"head_dim": 4},
-    "cohere2": SMALL | {"head_dim": 4, "sliding_window": 5, "num_hidden_layers": 4},
-    "exaone4": SMALL | {"sliding_window": 5, "num_hidden_layers": 4},
-    "deepseek_v2": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
-    "seed_oss": SMALL,
-    "nemotron": SMALL | {"num_attention_heads": 2},
-    "hunyuan_v1_dense": SMALL,
-    "arcee": SMALL,
-    "apertus": SMALL,
-    "gpt2": SMALL | {"n_inner": 24, "head_dim": 4},
-    "phi": SMALL,
-    "olmo": SMALL | {"clip_qkv": 0.5},
-    "vaultgemma": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9},
-    "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
-    "llama4_text": SMALL | {"num_local_experts": 8, "attention_chunk_size": 5, "floor_scale": 4, "pad_token_id": 0},
-    "qwen3_next": SMALL | EXPERTS | NEXT,
-    "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
-    "glm4_moe": SMALL | EXPERTS | {"n_routed_experts": 8, "n_group": 2},
-    "glm4_moe_lite": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
-    "deepseek_v3": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
-}
+BARE = {key: SMALL[key] for key in SMALL if key != "head_dim"}
+SMALL_MODELS = """
+llama(SMALL)
+mistral(SMALL, sliding_window=5)
+mixtral(SMALL, num_local_experts=6, num_experts_per_tok=3, sliding_window=5)
+qwen2(SMALL | WINDOWS)
+qwen3(SMALL | WINDOWS)
+qwen3_moe(SMALL | WINDOWS | EXPERTS)
+gemma(SMALL)
+granite(SMALL, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.2)
+smollm3(SMALL, use_sliding_window=True, sliding_window=5, pad_token_id=0)
+ernie4_5(SMALL)
+helium(SMALL, head_dim=4, pad_token_id=0)
+phi3(SMALL, pad_token_id=0, sliding_window=5, hidden_size=32)
+olmo2(SMALL, pad_token_id=0)
+olmo3(SMALL, pad_token_id=0, sliding_window=5, num_hidden_layers=4)
+olmoe(SMALL, pad_token_id=0, head_dim=4, num_experts=8, num_experts_per_tok=3)
+gemma3_text(SMALL, sliding_window=5, query_pre_attn_scalar=9)
+gemma2(SMALL, sliding_window=5, query_pre_attn_scalar=9, attn_logit_softcapping=2.0)
+gpt_oss(SMALL, sliding_window=5, num_local_experts=8, num_experts_per_tok=3)
+glm(SMALL, pad_token_id=0)
+glm4(SMALL, pad_token_id=0)
+starcoder2(SMALL)
+stablelm(SMALL, pad_token_id=0, num_attention_heads=2, num_key_value_heads=1)
+gpt_neox(SMALL, num_attention_heads=2)
+cohere(SMALL, head_dim=4)
+cohere2(SMALL, head_dim=4, sliding_window=5, num_hidden_layers=4)
+exaone4(SMALL, sliding_window=5, num_hidden_layers=4)
+deepseek_v2(BARE | LATENT)
+seed_oss(SMALL)
+nemotron(SMALL, num_attention_heads=2)
+hunyuan_v1_dense(SMALL)
+arcee(SMALL)
+apertus(SMALL)
+gpt2(SMALL, n_inner=24, head_dim=4)
+phi(SMALL)
+olmo(SMALL, clip_qkv=0.5)
+vaultgemma(SMALL, sliding_window=5, query_pre_attn_scalar=9)
+qwen2_moe(SMALL | WINDOWS | EXPERTS, shared_expert_intermediate_size=12)
+llama4_text(SMALL, num_local_experts=8, attention_chunk_size=5, floor_scale=4, pad_token_id=0)
+qwen3_next(SMALL | EXPERTS | NEXT)
+granitemoe(SMALL, num_local_experts=8, num_experts_per_tok=3, attention_multiplier=0.2)
+glm4_moe(SMALL | EXPERTS, n_routed_experts=8, n_group=2)
+glm4_moe_lite(BARE | LATENT)
+deepseek_v3(BARE | LATENT)
+"""
+BASES = dict(read_cases(SMALL_MODELS, globals()).values())  # by type
 ROPE = {"rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "beta_fast": 8.0}
 ROPE |= {"beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, "original_max_position_embeddings": 20}
 ROPE |= {"partial_rotary_factor": 0.5, "attention_factor": 1.2, "truncate": False, "short_factor": [1.0] * 4}
@@ -194,33 +196,31 @@ def drawn(kind: str, seed: int) -> dict:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20}
-KNOWN = {  # what was read otherwise once: (a type, edits)
-    "rope_scaling wins": ("qwen2", {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}, "rope_theta": 30.0}),
-    "and drops the other's base": (
-        "mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 7.0}}
-    ),
-    "the original context is at the top": ("llama", {"rope_scaling": YARN, "original_max_position_embeddings": 33}),
-    "but not where kinds of layers have tables": (
-        "olmo3", {"rope_scaling": {"rope_type": "llama3"} | FEW, "original_max_position_embeddings": 20}
-    ),
-    "which are rounded by yarn in any case": (
-        "olmo3", {"rope_scaling": {"rope_type": "yarn", "truncate": False} | FEW}
-    ),
-    "or it is the context": ("llama", {"rope_parameters": {"rope_type": "llama3"} | FEW}),
-    "scaled by mscale without yarn": (
-        "deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}
-    ),
-    "beta_fast is null": ("llama", {"rope_scaling": YARN | {"beta_fast": None, "beta_slow": 0}}),
-    "two experts a token": ("mixtral", {"num_experts_per_tok": GONE}),
-    "eight experts a token": ("qwen3_moe", {"num_experts_per_tok": GONE}),
-    "the experts' other name": ("mixtral", {"num_experts": 5}),
-    "no window in llama": ("llama", {"sliding_window": 3}),
-    "nor in deepseek": ("deepseek_v3", {"sliding_window": 3}),
-    "a window beside full layers": ("qwen3_moe", {"layer_types": ["full_attention"] * 3}),
-    "layers of mistral": ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
-    "a cap that Gemma 3 does not use": ("gemma3_text", {"attn_logit_softcapping": 1.0}),
-    "latent keys in llama": ("llama", {"kv_lora_rank": 4, "num_experts": 8, "hidden_activation": "relu"}),
-}  # fmt: skip
+# what was read otherwise once: a type, edits
+KNOWN = read_cases(
+    """
+rope_scaling wins: qwen2(rope_scaling=YARN, rope_parameters={'rope_theta': 7.0}, rope_theta=30.0)
+and drops the other's base: mixtral(rope_scaling={'type': 'linear', 'factor': 2.0},
+    rope_parameters={'rope_theta': 7.0})
+the original context is at the top: llama(rope_scaling=YARN, original_max_position_embeddings=33)
+but not where kinds of layers have tables: olmo3(rope_scaling={'rope_type': 'llama3'} | FEW,
+    original_max_position_embeddings=20)
+which are rounded by yarn in any case: olmo3(rope_scaling={'rope_type': 'yarn', 'truncate': False} | FEW)
+or it is the context: llama(rope_parameters={'rope_type': 'llama3'} | FEW)
+scaled by mscale without yarn: deepseek_v3(rope_scaling={'type': 'linear', 'factor': 4.0, 'mscale_all_dim': 1.0})
+beta_fast is null: llama(rope_scaling=YARN | {'beta_fast': None, 'beta_slow': 0})
+two experts a token: mixtral(num_experts_per_tok=GONE)
+eight experts a token: qwen3_moe(num_experts_per_tok=GONE)
+the experts' other name: mixtral(num_experts=5)
+no window in llama: llama(sliding_window=3)
+nor in deepseek: deepseek_v3(sliding_window=3)
+a window beside full layers: qwen3_moe(layer_types=['full_attention'] * 3)
+layers of mistral: mistral(layer_types=['full_attention', 'sliding_attention', 'full_attention'])
+a cap that Gemma 3 does not use: gemma3_text(attn_logit_softcapping=1.0)
+latent keys in llama: llama(kv_lora_rank=4, num_experts=8, hidden_activation='relu')
+""",
+    globals(),
+)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ softmax, loss) are casts to float64.
 """
 
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +23,7 @@ from scaling.configs.hugging_face_write import write_config
 from scaling.models import hf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from probes import probes, wide
+from probes import probes, read_cases, wide
 from probes import shaken as params_of
 
 TABLE = Path(__file__).parents[1] / "models" / "hugging_face.json"
@@ -56,16 +55,8 @@ OF_KINDS = {
 }
 
 
-def read(cases: str) -> dict[str, tuple[str, dict]]:
-    """{name: (class, options)} of lines `name: Class(options)`, which go on where they are indented."""
-    lines = (
-        re.fullmatch(r"(.+?): (\w+)\((.*)\)", line).groups()
-        for line in cases.strip().replace("\n    ", " ").split("\n")
-    )
-    return {name: (kind, eval(f"dict({options})", globals())) for name, kind, options in lines}
-
-
-CASES = read("""
+CASES = read_cases(
+    """
 llama: Llama()
 llama tied: Llama(tie_word_embeddings=True)
 llama K=N: Llama(num_key_value_heads=4)
@@ -144,7 +135,9 @@ llama4: Llama4Text(LLAMA4, rope_parameters=LLAMA3)
 llama4 dense between: Llama4Text(LLAMA4, moe_layers=[2, 0], num_experts_per_tok=2, attention_bias=True)
 llama4 bare: Llama4Text(LLAMA4, use_qk_norm=False, attn_temperature_tuning=False)
 exaone4: Exaone4(sliding_window=5, num_hidden_layers=4)
-""")
+""",
+    globals(),
+)
 
 
 def theirs(model, tokens):

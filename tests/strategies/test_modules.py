@@ -27,34 +27,59 @@ OF_IMAGES = {  # arguments, by the beginning of a module's name that ends in 1d,
     "InstanceNorm": (3,), "Reflection": (1,), "Replication": (1,), "Zero": (1,), "Constant": (1, 0.5), "Circular": (1,),
     "Upsampling": (16,), "Dropout": (), "Softmax": (), "CrossMapLRN": (2,),
 }  # fmt: skip
-CASES = {  # arguments, shapes of the operands; an int n: indices below n
-    **dict.fromkeys(("Softmax", "Softmin", "LogSoftmax"), ((1,), FLAT)),
-    "Linear": ((6, 4), FLAT), "Bilinear": ((6, 5, 4), FLAT, (B, 5)), "Embedding": ((7, 6), 7),
-    "EmbeddingBag": ((7, 6), 7), "GroupNorm": ((3, 6), FLAT), "LayerNorm": ((6,), FLAT), "RMSNorm": ((6,), FLAT),
-    "LocalResponseNorm": ((2,), IMAGES["2d"]), "SyncBatchNorm": ((3,), IMAGES["2d"]), "Threshold": ((0.1, 0.2), FLAT),
-    "RNN": ((6, 5, 1, "tanh", True, True), SEQ), "LSTM": ((6, 5, 1, True, True), SEQ),
-    "GRU": ((6, 5, 1, True, True), SEQ), "RNNBase": None, "RNNCellBase": None,
-    **dict.fromkeys(("RNNCell", "LSTMCell", "GRUCell"), ((6, 5), FLAT)),
-    "MultiheadAttention": ((6, 2, 0.0, True, False, False, None, None, True), SEQ, SEQ, SEQ),
-    "Transformer": ((6, 2, 1, 1, 8, 0.0, "relu", None, None, 1e-5, True), SEQ, SEQ),
-    "TransformerEncoderLayer": ((6, 2, 8, 0.0, "relu", 1e-5, True), SEQ),
-    "TransformerDecoderLayer": ((6, 2, 8, 0.0, "relu", 1e-5, True), SEQ, SEQ),
-    "TransformerEncoder": ((nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), 1), SEQ),
-    "TransformerDecoder": ((nn.TransformerDecoderLayer(6, 2, 8, 0.0, batch_first=True), 1), SEQ, SEQ),
-    "PixelShuffle": ((2,), (B, 4, 3, 3)), "PixelUnshuffle": ((2,), IMAGES["2d"]),
-    "ChannelShuffle": ((3,), IMAGES["2d"]), "Upsample": ((None, 2.0), IMAGES["2d"]),
-    "Fold": (((4, 4), 2, 1, 0, 2), (B, 12, 4)), "Unfold": ((2,), IMAGES["2d"]), "Flatten": ((), SEQ),
-    "Unflatten": ((1, (2, 3)), FLAT), "CosineSimilarity": ((), FLAT, FLAT), "PairwiseDistance": ((), FLAT, FLAT),
-    "FractionalMaxPool2d": ((2, 2), IMAGES["2d"]), "Softmax2d": ((), IMAGES["2d"]),
-    "FractionalMaxPool3d": ((2, 2), IMAGES["3d"]), "AdaptiveLogSoftmaxWithLoss": ((6, 7, [3]), FLAT, (7, B)),
-    "NLLLoss": ((), FLAT, (6, B)), "NLLLoss2d": None,
-    "CrossEntropyLoss": ((), FLAT, (6, B)), "MultiMarginLoss": ((), FLAT, (6, B)),
-    "MultiLabelMarginLoss": ((), FLAT, (6, B, 6)), "CTCLoss": None, "GaussianNLLLoss": ((), FLAT, FLAT, "positive"),
-    "CosineEmbeddingLoss": ((), FLAT, FLAT, (1, B)), "MarginRankingLoss": ((), FLAT, FLAT, FLAT),
-    "TripletMarginLoss": ((), FLAT, FLAT, FLAT), "TripletMarginWithDistanceLoss": ((), FLAT, FLAT, FLAT),
-    "BCELoss": ((), "positive", "positive"), "KLDivLoss": ((), "positive", "positive"),
-    "LinearCrossEntropyLoss": ((6, 7), FLAT, (7, B)), **{f"MaxUnpool{dims}": None for dims in IMAGES},
-}  # fmt: skip
+# names: arguments, shapes of the operands; an int n: indices below n
+TABLE = """
+Softmax Softmin LogSoftmax: (1,), FLAT
+Linear: (6, 4), FLAT
+Bilinear: (6, 5, 4), FLAT, (B, 5)
+Embedding: (7, 6), 7
+EmbeddingBag: (7, 6), 7
+GroupNorm: (3, 6), FLAT
+LayerNorm: (6,), FLAT
+RMSNorm: (6,), FLAT
+LocalResponseNorm: (2,), IMAGES["2d"]
+SyncBatchNorm: (3,), IMAGES["2d"]
+Threshold: (0.1, 0.2), FLAT
+RNN: (6, 5, 1, "tanh", True, True), SEQ
+LSTM: (6, 5, 1, True, True), SEQ
+GRU: (6, 5, 1, True, True), SEQ
+RNNCell LSTMCell GRUCell: (6, 5), FLAT
+MultiheadAttention: (6, 2, 0.0, True, False, False, None, None, True), SEQ, SEQ, SEQ
+Transformer: (6, 2, 1, 1, 8, 0.0, "relu", None, None, 1e-5, True), SEQ, SEQ
+TransformerEncoderLayer: (6, 2, 8, 0.0, "relu", 1e-5, True), SEQ
+TransformerDecoderLayer: (6, 2, 8, 0.0, "relu", 1e-5, True), SEQ, SEQ
+TransformerEncoder: (nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), 1), SEQ
+TransformerDecoder: (nn.TransformerDecoderLayer(6, 2, 8, 0.0, batch_first=True), 1), SEQ, SEQ
+PixelShuffle: (2,), (B, 4, 3, 3)
+PixelUnshuffle: (2,), IMAGES["2d"]
+ChannelShuffle: (3,), IMAGES["2d"]
+Upsample: (None, 2.0), IMAGES["2d"]
+Fold: ((4, 4), 2, 1, 0, 2), (B, 12, 4)
+Unfold: (2,), IMAGES["2d"]
+Flatten: (), SEQ
+Unflatten: (1, (2, 3)), FLAT
+CosineSimilarity: (), FLAT, FLAT
+PairwiseDistance: (), FLAT, FLAT
+FractionalMaxPool2d: (2, 2), IMAGES["2d"]
+Softmax2d: (), IMAGES["2d"]
+FractionalMaxPool3d: (2, 2), IMAGES["3d"]
+AdaptiveLogSoftmaxWithLoss: (6, 7, [3]), FLAT, (7, B)
+NLLLoss: (), FLAT, (6, B)
+CrossEntropyLoss: (), FLAT, (6, B)
+MultiMarginLoss: (), FLAT, (6, B)
+MultiLabelMarginLoss: (), FLAT, (6, B, 6)
+GaussianNLLLoss: (), FLAT, FLAT, "positive"
+CosineEmbeddingLoss: (), FLAT, FLAT, (1, B)
+MarginRankingLoss: (), FLAT, FLAT, FLAT
+TripletMarginLoss: (), FLAT, FLAT, FLAT
+TripletMarginWithDistanceLoss: (), FLAT, FLAT, FLAT
+BCELoss: (), "positive", "positive"
+KLDivLoss: (), "positive", "positive"
+LinearCrossEntropyLoss: (6, 7), FLAT, (7, B)
+RNNBase RNNCellBase NLLLoss2d CTCLoss MaxUnpool1d MaxUnpool2d MaxUnpool3d: None
+"""
+ROWS_OF_TABLE = (line.split(": ") for line in TABLE.strip().split("\n"))
+CASES = {name: eval(given) for names, given in ROWS_OF_TABLE for name in names.split()}
 REFUSED = {  # of the modules in training: what the error says
     **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), "from this rank's rows alone"),
     **dict.fromkeys(("Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"), "draws random"),
