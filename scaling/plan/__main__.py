@@ -21,7 +21,7 @@ from scaling.hardware import CHIPS, chip
 from scaling.plan import explain, failures, one_layer
 from scaling.plan.candidates import plans
 from scaling.plan.frameworks import FRAMEWORKS
-from scaling.plan.job import AXES, DTYPES, IN_BF16, OVERLAPS, POLICIES, SCHEDULES, Fixed, Job, run_bytes
+from scaling.plan.job import AXES, DTYPES, IN_BF16, OVERLAPS, POLICIES, REDUCES, SCHEDULES, Fixed, Job, run_bytes
 from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
 BINARY = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -132,6 +132,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--remat", choices=POLICIES, help="activation checkpointing (default: the fastest that fits)")
     parser.add_argument("--microbatches", type=integer(1), help="number of microbatches (default: the fastest)")
+    parser.add_argument(
+        "--reduce", choices=REDUCES, help="with ZeRO-3, when gradients are scattered: after each microbatch, or once"
+    )
     parser.add_argument("--schedule", choices=SCHEDULES, help="schedule of the pipeline (default: the fastest)")
     parser.add_argument(
         "--tokens",
@@ -191,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
         get(args.model), args.batch, args.seq, args.dtype, param, grad, state, args.overlap, args.headroom,
         framework=args.framework,
     )  # fmt: skip
-    fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, zero=args.zero, pods=args.pods)
+    fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, None, args.zero, args.pods, args.reduce)
     hardware = chip(args.chip)
     hardware.flops(job.dtype)
     try:
@@ -214,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.run and done:
         from scaling.plan.own_run import own_run  # it counts the run's own step, which takes torch
 
-        said = own_run(job, hardware, args.chips, best.layout, args.model, args.explain)
+        said = own_run(job, hardware, args.chips, best.layout, args.model, args.explain, fixed)
         shown = (fold_command(line) if line.lstrip().startswith("python ") else folded([line]) for line in said)
         out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(shown)
     if args.svg and done:

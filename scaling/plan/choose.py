@@ -9,6 +9,7 @@ these ranks that the model and the batch allow. On a chip of the catalogue it is
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 
 from scaling.common import console
 from scaling.cost.counted import CountedStep
@@ -31,7 +32,7 @@ from scaling.train.structure import resolved
 OFFERED = 4  # the meshes that are shown
 TRIES = 6  # with a chip of the catalogue the search ends once so many meshes proved too full
 TRIED = 64  # the most ranks for which every mesh's own code is counted
-OPEN = "zero", "remat", "microbatches", "pipeline"  # options that are chosen as well if a run does not give them
+OPEN = "zero", "remat", "microbatches", "pipeline", "reduce"  # options that are chosen if a run does not give them
 ZEROS = 3, 1  # the stages that are tried then; of equally fast ones the first is taken
 CHUNKED = "interleaved:2"  # the schedule that is tried beside 1F1B; in a run no other one is faster
 DOUBLED = 2  # how often the microbatches are doubled for a mesh that is too full
@@ -161,17 +162,22 @@ def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, ch
     """Return a mesh with the forecast of its step and the count of its fullest rank, from the run's own step.
 
     If the run does not fit, the options that are `chosen` are changed: microbatches are doubled, at most DOUBLED times,
-    or else layers are recomputed.
+    or else gradients are scattered after each, or else layers are recomputed.
 
     Raises:
         ValueError: The run does not fit.
     """
     room, needs = ROOM * chip.need("hbm_bytes"), []
-    for remat in dict.fromkeys((settings.remat, "block")) if "remat" in chosen else (settings.remat,):
+    remats = dict.fromkeys((settings.remat, "block")) if "remat" in chosen else (settings.remat,)
+    shards = "reduce" in chosen and settings.zero and sizes.get("X", 1) > 1
+    reduces = dict.fromkeys((settings.reduce, "each")) if shards else (settings.reduce,)
+    for remat, reduce in product(remats, reduces):
         for doubled in range(1 + DOUBLED * ("microbatches" in chosen)):
-            some = replace(settings, remat=remat, microbatches=settings.microbatches << doubled)
+            some = replace(settings, remat=remat, reduce=reduce, microbatches=settings.microbatches << doubled)
             if doubled and uneven(some, sizes):
                 break
+            if reduce != settings.reduce and some.microbatches == 1:
+                continue  # which changes nothing
             needed = least_memory(some, sizes, dry.busiest(sizes), backend)
             if needed <= room and (counts := dry.fullest(some, sizes, backend, room)).memory <= room:
                 shape = () if chip.measured or chip.kind != "tpu" else slice_shape(chip, AbstractMesh(sizes).size())
@@ -195,7 +201,8 @@ def planned(
     for one in sorted(found, key=lambda one: (not one.fits, float(one.forecast), -one.layout.zero)):
         sizes, layout = mesh_of(one.layout), one.layout
         zero = layout.zero if "X" in sizes and layout.zero in zeros else zeros[0]
-        some = replace(settings, zero=zero, remat=layout.remat, microbatches=layout.microbatches)
+        reduce = layout.reduce if "reduce" in chosen else settings.reduce
+        some = replace(settings, zero=zero, remat=layout.remat, microbatches=layout.microbatches, reduce=reduce)
         name = mesh_name(sizes, some)
         if not one.fits:
             refused.append(f"{name}: a chip needs {float(one.held.total) / 1e9:.2f} GB")
@@ -239,10 +246,10 @@ def evaluated(
         settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, *run_bytes(settings.dtype),
         shards=("fsdp",),
     )  # fmt: skip
-    given = {name: getattr(settings, name) for name in ("remat", "microbatches") if name not in chosen}
+    given = {name: getattr(settings, name) for name in ("remat", "microbatches", "reduce") if name not in chosen}
     schedule, _, chunks = settings.pipeline.partition(":")
     known = schedule if schedule in SCHEDULES else "1f1b"
-    fixed = Fixed(schedule=known, chunks=int(chunks) if chunks else None, reduce="once", **given)
+    fixed = Fixed(schedule=known, chunks=int(chunks) if chunks else None, **given)
     failures: list[ValueError] = []
     stages = {*(1 if zero == 2 else zero for zero in zeros), 0}  # the formulas know no 2
     for zero in stages:
@@ -260,8 +267,8 @@ def table(found: list[MeshChoice], refused: list[str], top: int = OFFERED) -> st
     for c in found[:top]:
         numbers = [1e3 * t for t in (c.seconds, *c.parts.values())]
         words = *(f"{n:,.1f}" for n in numbers), f"{c.memory / 1e9:.3f}", c.settings.remat
-        rows.append((c.name, *words, f"{c.settings.microbatches}"))
-    head = ["mesh", "ms a step", *found[0].parts, "GB a rank", "remat", "microbatches"]
+        rows.append((c.name, *words, f"{c.settings.microbatches}", c.settings.reduce))
+    head = ["mesh", "ms a step", *found[0].parts, "GB a rank", "remat", "microbatches", "reduce"]
     lines = [console.table(rows, head), reason(found)]
     lines += [f"{len(found)} meshes were compared" + (f", {len(refused)} do not suit, such as" if refused else "")]
     return "\n".join([*lines, *(f"  {why}" for why in refused[:3])])

@@ -18,7 +18,7 @@ import numpy as np
 from scaling.common.arguments import check_fields, one_of, whole
 from scaling.configs import Config
 from scaling.cost.memory import ROOM
-from scaling.cost.transformer import POLICIES
+from scaling.cost.transformer import POLICIES, REDUCES
 from scaling.hardware import Chip
 from scaling.plan.frameworks import FRAMEWORKS
 from scaling.plan.work import LayerWork, Stack, work_of
@@ -34,7 +34,6 @@ SAVES = {
     "none": "nothing recomputed", "attention": "attention recomputed", "matmuls": "big matmuls saved",
     "block": "block checkpointing",
 }  # fmt: skip
-REDUCES = ("each", "once")
 OVERLAPS = ("max", "sum", "none")
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "int8")
 IN_BF16 = 2.0, 4.0, 12.0  # bytes that a run keeps of a param, its gradient, and AdamW's state with fp32 masters

@@ -4,15 +4,13 @@ from scaling.configs import Config
 from scaling.hardware import Chip
 from scaling.plan import report
 from scaling.plan.choose import OPEN, choices, command_line, counted_choice, mesh_of, uneven
-from scaling.plan.job import Job, Layout
+from scaling.plan.job import ANY, Fixed, Job, Layout
 from scaling.plan.transformer_step import cost_table
 from scaling.train.settings import DTYPES, Settings
 
 
 def unlike(best: Layout) -> str:
     """Return what no run can do of a layout, or ""."""
-    if best.zero == 3 and best.microbatches > 1 and best.reduce == "each":
-        return "gradients are summed whole and scattered once, not after each microbatch"
     if best.shards > best.fsdp:
         return "params are sharded over X alone, not over parts of sequences or experts"
     if best.zero == 1 and best.context * best.expert > 1:
@@ -20,29 +18,37 @@ def unlike(best: Layout) -> str:
     return ""
 
 
-def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain: bool = False) -> list[str]:
+def own_run(
+    job: Job, chip: Chip, chips: int, best: Layout, model: str, explain: bool = False, fixed: Fixed = ANY
+) -> list[str]:
     """Return what `scaling.train` makes of a plan, in lines of text.
 
-    The lines have the command that runs the layout, and the bytes that its step sends and holds by its own count. If
-    `scaling.train` cannot run the layout, or it does not fit by that count, they have the reason, and the command of
-    the cheapest mesh that runs. With `explain` they also have the lines of the step with their cost.
+    The lines have the command that runs the layout, and the bytes that its step sends and holds by its own count. If it
+    does not fit by that count, more microbatches are tried. If `scaling.train` cannot run the layout, or it still does
+    not fit, they have the reason, and the command of the cheapest mesh that runs. With `explain` they also have the
+    lines of the step with their cost. What the user has `fixed` does not change, except for the mesh.
     """
     if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
         return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
     settings = Settings(
         job.config, "", "", job.sequences, job.seq, microbatches=best.microbatches, dtype=job.dtype, remat=best.remat,
-        zero=best.zero, pipeline=best.pipeline,
+        zero=best.zero, pipeline=best.pipeline, reduce=best.reduce,
     )  # fmt: skip
+    left_open = [name for name in OPEN if getattr(fixed, {"pipeline": "schedule"}.get(name, name)) is None]
     refused: list[str] = []
     try:
         if why := unlike(best) or uneven(settings, mesh_of(best)):
             raise ValueError(why)
-        chosen = counted_choice(settings, mesh_of(best), chip, "abstract")
-        lines = ["This code runs it (gradients summed in float32, AdamW with float32 masters) as"]
+        more = [name for name in left_open if name == "microbatches"]
+        chosen = counted_choice(settings, mesh_of(best), chip, "abstract", more)
+        M, fits = chosen.settings.microbatches, ""
+        if best.microbatches < M:
+            fits = f", in {M} microbatches, because it does not fit in {best.microbatches}"
+        lines = [f"This code runs it (gradients summed in float32, AdamW with float32 masters{fits}) as"]
     except ValueError as error:
         lines = [f"This code does not run that layout: {str(error).splitlines()[0]}"]
         try:
-            found, refused = choices(settings, chips, chip, "abstract", chosen=OPEN)
+            found, refused = choices(settings, chips, chip, "abstract", chosen=left_open)
         except ValueError as another:
             found, refused = [], [str(another).splitlines()[0]]
         if not found:

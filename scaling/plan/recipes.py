@@ -60,6 +60,6 @@ def _recipes(own: int, stages: int, L: int, policies: tuple[str, ...], sharded: 
             if (name == "interleaved" and m % stages) or (name == "dualpipev" and m < 2 * stages):
                 continue  # as published, these need so many
             for policy in (fixed.remat,) if fixed.remat else policies:
-                for reduce in reduces if sharded and m > 1 else REDUCES[:1]:
+                for reduce in reduces if sharded and m > 1 else ("once",):
                     found.append((m, SCHEDULES.index(name), v, POLICIES.index(policy), REDUCES.index(reduce)))
     return np.array(found, dtype=np.int64).reshape(-1, 5)

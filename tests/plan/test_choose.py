@@ -180,6 +180,13 @@ def test_the_planner_too_prints_the_command_that_runs_its_plan(capsys):
     assert f", {size(together)} a rank; sent in a step over X " in counted
     assert plan.main([*asked.split(), "1023"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("This code runs no such step: whole sequences")
+    sharded = "1024 --mesh fsdp=2 --microbatches 2 --remat none"
+    assert plan.main([*asked.split(), *sharded.split(), "--reduce", "each"]) == 0
+    each, counted = joined(capsys.readouterr().out).splitlines()[-2:]
+    assert each.endswith("--microbatches 2 --reduce each --mesh X=2")
+    assert command.main([*each.split("scaling.train ")[1].split(), "--dry-run"]) == 0
+    together = int(re.search(r"together +([\d,]+) bytes", capsys.readouterr().out)[1].replace(",", ""))
+    assert f", {size(together)} a rank" in counted
     staged = *asked.split(), "1024", "--mesh", "pipe=2", "--microbatches", "4", "--schedule"
     assert plan.main([*staged, "zb-h1"]) == 0
     assert "so zb-h1 is no faster than this count says" in capsys.readouterr().out
