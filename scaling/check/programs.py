@@ -60,8 +60,8 @@ def _config(kind: str) -> Any:
         "parallel": config.with_(norms="shared", parallel=True, centered=True, norm_bias=True, mlp_bias=True),
         "sinks": config.with_(E=2, k=1, sinks=True, expert_bias=True, clamp=7.0),
         "chunks": config.with_(
-            window=(3, None), chunked=True, unrotated=(1,), qk_norm=True, qk_bare=True, query_growth=0.1, E=2, k=1,
-            routing="inputs", shared=1,
+            L=3, window=(3, None, 3), chunked=True, unrotated=(1,), qk_norm=True, qk_bare=True, query_growth=0.1, E=2,
+            k=1, routing="inputs", shared=1, dense_layers=(1,), F_dense=64,
         ),
         "linear": config.with_(window=None, head_gate=True, attention_bias=False, output_bias=False, linear=linear),
         "latent": config.with_(K=8, attention_bias=False, output_bias=False, latent=latent),

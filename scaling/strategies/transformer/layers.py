@@ -10,7 +10,7 @@ copies.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -174,14 +174,22 @@ def gather_packed(W: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequen
 
 
 def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequence[LeafLines]) -> Packed:
-    """Start to reduce-scatter a layer's gradients {U_X} in one message."""
+    """Start to reduce-scatter a layer's gradients along X in one message."""
     X, blocks, sent = mesh.sizes["X"], [], []
     for i, dim in dims.items():
         block = dW[i].unflatten(dim, (X, -1)).movedim(dim, 0)
         blocks.append(block.flatten(1))
         sent.append((i, block.shape[1:], dim, lines[i].scatter))
     flat = torch.cat(blocks, 1)
-    return Packed(reduce_scatter("dW[G, S] {U_X} -> dW[G_X, S]", flat, mesh, async_op=True), dW, sent, mesh)
+    return Packed(reduce_scatter(_packed_line(sent[0][3]), flat, mesh, async_op=True), dW, sent, mesh)
+
+
+@lru_cache
+def _packed_line(line: str) -> str:
+    """Return the line of a message of gradients that are unreduced over the same axes as the one of `line`."""
+    parsed = parse_line(line)
+    before = replace(parsed.operands[0], name="dW", dims=(("G", ()), ("S", ())))
+    return f"{before} -> {replace(parsed.result, name='dW', dims=(('G', ('X',)), ('S', ())))}"
 
 
 class LayerStack:
