@@ -23,7 +23,7 @@ from scaling.configs.gguf_tokenizer import tokenizer_files, unread
 from scaling.configs.model_types import KINDS
 from scaling.configs.sources import table_config
 
-ARCHITECTURES = ("llama", "qwen2")  # names of llama.cpp's, and of Hugging Face's model_type
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # names of llama.cpp's, and of Hugging Face's model_type
 SIZES = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -46,6 +46,7 @@ LAYER = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
+ALWAYS = {"qwen2": BIASES, "qwen3": {f"attn_{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}}
 FREQUENCIES = "rope_freqs.weight"  # of llama: what Llama 3.1's scaling divides each rotary frequency by
 SCALINGS = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]  # of Llama 3.1 and 3.2
 SCALING = ("type", "factor", "original_context_length", "attn_factor", "finetuned")  # keys under rope.scaling
@@ -176,10 +177,10 @@ def _table(path: Path, reader: Any) -> dict[str, Any]:
 
 def _names(path: Path, reader: Any, table: dict) -> dict[str, str]:
     """Return Hugging Face's name of each tensor. ValueError for one that is missing or left over."""
-    biases = BIASES if table["model_type"] == "qwen2" else BIASES | OUTPUT_BIAS if table["attention_bias"] else {}
+    biases = BIASES | OUTPUT_BIAS if table.get("attention_bias") else {}
     names = ENDS | ({} if table["tie_word_embeddings"] else HEAD)
     for i in range(table["num_hidden_layers"]):
-        layer = LAYER | biases
+        layer = LAYER | ALWAYS.get(table["model_type"], biases)
         names |= {f"blk.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in layer.items()}
     there = {tensor.name for tensor in reader.tensors} - ({FREQUENCIES} if table["model_type"] == "llama" else set())
     for what, left in (("lacks", names.keys() - there), ("has, and its architecture has not,", there - names.keys())):

@@ -23,6 +23,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 LLAMA = Config("small", L=2, D=32, F=64, N=4, K=2, H=8, V=270, theta=1e4)
 QWEN2 = LLAMA.with_(attention_bias=True, tied=True)
+QWEN3 = LLAMA.with_(qk_norm=True, H=16)
 TOKENS = [chr(c) for c in range(33, 127)] + [chr(c) for c in range(161, 173)] + [chr(c) for c in range(174, 324)]
 TOKENS += ["th", "Ġth", *(f"<x{i}>" for i in range(12))]  # 256 bytes, two merges, twelve specials
 MERGES, TYPES = ["t h", "Ġ th"], [1] * 258 + [3] * 11 + [4]
@@ -41,6 +42,8 @@ def written(path, config, arch="llama", kind="F32", pre="gpt-2", leave=(), more=
     writer = gguf.GGUFWriter(path, arch)
     sizes = {"block_count": config.L, "embedding_length": config.D, "feed_forward_length": config.F}
     sizes |= {"head_count": config.N, "head_count_kv": config.K, "rope_freq_base": config.theta}
+    if config.N * config.H != config.D:
+        sizes |= {"key_length": config.H, "value_length": config.H}
     tokens = [*TOKENS[:258], *texts, *TOKENS[258 + len(texts) :]]
     of_text = {"tokenizer_model": "gpt2", "tokenizer_pre": pre, "token_list": tokens, "token_merges": MERGES}
     of_text |= {"token_types": TYPES, "bos_token_id": 258, "eos_token_id": 259, "chat_template": TEMPLATE}
@@ -78,7 +81,7 @@ def read(tmp_path, monkeypatch):
     return lambda config=LLAMA, **given: source_of(written(tmp_path / "m.gguf", config, **given))
 
 
-@pytest.mark.parametrize(("arch", "config"), [("llama", LLAMA), ("qwen2", QWEN2)])
+@pytest.mark.parametrize(("arch", "config"), [("llama", LLAMA), ("qwen2", QWEN2), ("qwen3", QWEN3)])
 @pytest.mark.parametrize(("kind", "off"), [("F32", 0.0), ("F16", 2e-3), ("Q4_1", 0.3)])
 def test_a_file_is_the_model_that_was_written(arch, config, kind, off, tmp_path, read):
     source = read(config, arch=arch, kind=kind)
