@@ -1,6 +1,7 @@
 """The reference: a page for each public package, from its docstrings, which are plain text with shapes in them."""
 
 import re
+import textwrap
 from itertools import chain
 from pathlib import Path
 
@@ -39,8 +40,16 @@ def as_rst(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def _paragraph(text: str) -> str:
+    if section := re.fullmatch(r"(Args|Attributes|Returns|Raises|Yields):\n( .*)", text, re.DOTALL):
+        items = re.split(r"\n(?=\S)", textwrap.dedent(section[2]))
+        named = [re.sub(r"^([\w*., ]+): ", r"`\1`: ", re.sub(r"\s+", " ", item)) for item in items]
+        return f"**{section[1]}**\n\n" + "\n".join(f"* {_inline(item)}" for item in named)
     if re.search(r"^ |\S {2,}\S", text, re.MULTILINE):
         return "::\n\n" + "\n".join("   " + line for line in text.split("\n"))
+    return _inline(text)
+
+
+def _inline(text: str) -> str:
     parts = re.split(r"(`[^`\n]+`)", text)
     parts[::2] = [re.sub(r"([\\*_|`])", r"\\\1", part) for part in parts[::2]]
     parts[1::2] = [

@@ -32,8 +32,27 @@ def mend_links(app, name: str, source: list[str]) -> None:
     """Mend what a page of docs/ links outside it: the notation and chapters are pages, a file of code is only named."""
     text = source[0].replace("](../notation.md", "](notation.md")
     if "/" not in name:
+        text = re.sub(r"^```\n(.*\n[- ]*-  -[- ]*\n(?:.*\n)*?)```$", _as_table, text, flags=re.MULTILINE)
         text = re.sub(r"`(?:chapters/)?(\d\d_\w+)\.py`", r"[\1](chapters/\1.ipynb)", text)
         source[0] = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
+
+
+def _as_table(block: re.Match) -> str:
+    """Return a printed table, whose second line underlines each column, as one of Markdown."""
+    head, rule, *lines = block[1].splitlines()
+    spans = [slice(*each.span()) for each in re.finditer("-+", rule)]
+    rows = [[head[span].strip() for span in spans], ["---"] * len(spans)]
+    after = []
+    for line in lines:
+        cells = [line[span].strip() for span in spans]
+        if not line[: spans[1].start - 2].strip():
+            rows[-1] = [f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells, strict=True)]
+        elif cells[0].isdigit() and not line[spans[0].stop : spans[1].start].strip():
+            rows.append(cells)
+        else:
+            after.append(line)  # what is printed below the table
+    shown = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([*shown, "", *after])
 
 
 def contents(readme: Path) -> str:

@@ -4,13 +4,10 @@ A time line is a list of `Bar`s in one unit of time, and its rows have the order
 
     print(text(bars, 80))                                    in the terminal
     svg.time_lines([(title, bars)], {"forward": "#f5a45d"})  as SVG (scaling.show.svg)
-    save_trace("trace.json", [(title, bars)])               for ui.perfetto.dev and chrome://tracing
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 TimeLine = tuple[str, Sequence["Bar"]]  # (title, bars)
@@ -20,7 +17,7 @@ TimeLine = tuple[str, Sequence["Bar"]]  # (title, bars)
 class Bar:
     """Something that runs in a `row` from `start` to `end`.
 
-    The `label` is written on the bar, the `kind` decides its colour, and a trace shows the `detail` too.
+    The `label` is written on the bar, and the `kind` decides its colour.
     """
 
     row: str
@@ -28,7 +25,6 @@ class Bar:
     start: Any
     end: Any
     kind: str = ""
-    detail: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def seconds(self) -> Any:
@@ -81,17 +77,3 @@ def _written(label: str, room: int, fill: str) -> str:
 def _painted(character: str, colour: int) -> str:
     """Return a cell on its colour, in bold if it is a letter, which begins a label."""
     return f"\x1b[{'1' if character.isalpha() else '22'};38;5;16;48;5;{colour}m{character}\x1b[0m"
-
-
-def save_trace(file: str | Path, lines: Sequence[TimeLine], unit: float = 1.0) -> None:
-    """Write a Chrome trace with a process per time line and a thread per row; `unit` is the bars' unit in seconds."""
-    events: list[dict] = []
-    for pid, (title, bars) in enumerate(lines):
-        rows = rows_of(bars)
-        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
-        events += [{"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": row}}
-                   for tid, row in enumerate(rows)]  # fmt: skip
-        events += [{"name": bar.label, "cat": bar.kind, "ph": "X", "pid": pid, "tid": rows.index(bar.row),
-                    "ts": float(bar.start) * unit * 1e6, "dur": float(bar.seconds) * unit * 1e6,
-                    "args": dict(bar.detail)} for bar in bars]  # fmt: skip
-    Path(file).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

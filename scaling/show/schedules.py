@@ -2,14 +2,15 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
-from scaling.common.console import Parser, complain, integer, number, output, picture
+from scaling.common.console import Parser, complain, integer, number, picture
 from scaling.schedules import SCHEDULES, make, split_backward
 from scaling.schedules.closed_forms import bubble_time
 from scaling.schedules.simulator import Times, simulate
-from scaling.show.timelines import save_schedule, schedule_chart, summary, write_chrome
+from scaling.show.timelines import save_schedule, schedule_chart, summary
 
 MOST_FORWARDS = 20_000  # the most forward passes that are drawn, which takes some seconds
 
@@ -32,7 +33,6 @@ def _parser(**options) -> Parser:
     colour = {"action": argparse.BooleanOptionalAction, "default": sys.stdout.isatty()}
     arguments.add_argument("--colour", "--color", **colour, help="colour the chart (default: on a terminal)")
     arguments.add_argument("--plot", type=partial(picture, ends=(".svg",)), metavar="FILE.svg", help="write an SVG")
-    arguments.add_argument("--trace", type=output, metavar="FILE", help="write a Chrome trace")
     return arguments
 
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             "; fix: give fewer stages or microbatches"
         )
     names = list(SCHEDULES) if arguments.schedule == "all" else [arguments.schedule]
-    times = Times(*_three(arguments.times), hop=arguments.hop)
+    times = replace(arguments.times, hop=arguments.hop)
     timelines = []
     for name in names:
         try:
@@ -63,8 +63,6 @@ def main(argv: list[str] | None = None) -> int:
         print(_published(schedule, times, timeline, arguments.split))
     if timelines and arguments.plot:
         save_schedule(arguments.plot, *timelines)
-    if timelines and arguments.trace:
-        write_chrome(arguments.trace, *timelines)
     return 0 if timelines else 2
 
 
@@ -86,7 +84,3 @@ def _times(text: str) -> Times:
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not three times; fix: write them as 1,1,1")
     return Times(*map(number(kind=Fraction), parts))
-
-
-def _three(times: Times) -> tuple:
-    return times.forward, times.backward_input, times.backward_weight

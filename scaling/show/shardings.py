@@ -5,7 +5,7 @@
     python -m scaling.show schedule 1f1b --stages 4     a pipeline's schedule: scaling.show.schedules
     python -m scaling.show params --model llama3-70b    each leaf of a Transformer: scaling.show.params
     python -m scaling.show listing FILE                 a listing, line by line: scaling.book.drawing
-    print(draw("A[I_X, J]", {"X": 2, "Y": 2}))          a mesh may also be a Mesh; `shard=x` draws a real array
+    print(draw("A[I_X, J]", {"X": 2, "Y": 2}))          a mesh may also be a Mesh
 
 A device is written as its number, row-major in the mesh. Replicas are separated by commas: `0, 1`; the devices whose
 partial sums add up to a block are joined by plus signs: `0+2`. Each colour is one group of devices.
@@ -50,19 +50,17 @@ def label(groups: list[list[int]]) -> str:
     return ", ".join("+".join(map(str, group)) for group in groups)
 
 
-def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None) -> str:
+def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False) -> str:
     """Return the type as a grid of blocks with their devices; a 3-D array has a grid for each block of its first dim.
 
-    `sizes` adds the index ranges; `shard`, a real array's shard on this rank (a tensor), gives them by its shape.
+    `sizes` adds the index ranges.
 
     Raises:
-        ShardingError: The type has more than three dims, or the shape does not fit.
+        ShardingError: The type has more than three dims, or the sizes do not fit.
     """
     spec, axes = parse(spec), mesh_sizes(mesh)
     if not 1 <= len(spec.dims) <= 3:
         raise ShardingError(f"{spec}: only arrays of 1, 2 or 3 dims are drawn\n  fix: leave out dims that are whole")
-    if shard is not None:
-        sizes = global_shape(spec, shard, axes)
     held = blocks(spec, mesh)
     counts = [max(block[i] for block in held) + 1 for i in range(len(spec.dims))]
     ranges = _ranges(spec, counts, sizes, axes)
@@ -95,21 +93,6 @@ def picture_of_blocks(specs: Iterable["str | Spec"], mesh) -> str:
             rows.setdefault(row, []).append((label(groups), svg.colour(groups[0][0], devices, columns)))
         pictures.append((str(spec), [*rows.values()]))
     return svg.grids(pictures, 96, 96)
-
-
-def global_shape(spec: Spec, shard, axes) -> tuple[int, ...]:
-    """Return the shape of the whole array that has this tensor as a shard."""
-    if len(shard.shape) != len(spec.dims):
-        raise ShardingError(
-            f"{spec}: the shard has shape {tuple(shard.shape)}, not {len(spec.dims)} dims"
-            "\n  fix: give the type of this array"
-        )
-    shape = []
-    for n, (_, over) in zip(shard.shape, spec.dims, strict=True):
-        for axis in over:
-            n *= axes[axis]
-        shape.append(n)
-    return tuple(shape)
 
 
 def _ranges(spec: Spec, counts, sizes, axes) -> list[list[str]]:

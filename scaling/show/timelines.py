@@ -84,21 +84,6 @@ def save_schedule(file: str | Path, *timelines: Timeline) -> None:
     Path(file).write_text(schedule_svg(*timelines), encoding="utf-8")
 
 
-def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
-    """Write a Chrome trace of all instructions, a process per timeline; `seconds` is the timelines' unit of time."""
-    lines = []
-    for timeline in timelines:
-        found = []
-        for s in sorted(timeline.spans, key=lambda s: s.rank):
-            kind, step = type(s.step).__name__, s.step
-            detail = {key: getattr(step, key) for key in ("stage", "microbatch", "peer") if hasattr(step, key)}
-            name = f"{kind} {detail.get('microbatch', '')}".strip()
-            start, end = s.start - timeline.start, s.end - timeline.start
-            found.append(Bar(f"rank {s.rank}", name, start, end, kind, detail))
-        lines.append((timeline.name, found))
-    bars.save_trace(file, lines, seconds)
-
-
 def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
     """Return the index of each (rank, virtual stage) among the rank's chunks."""
     chunk, seen = {}, dict.fromkeys(range(timeline.ranks), 0)
