@@ -197,8 +197,7 @@ def drawn(kind: str, seed: int) -> dict:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20}
 # what was read otherwise once: a type, edits
-KNOWN = read_cases(
-    """
+READ_OTHERWISE_ONCE = """
 rope_scaling wins: qwen2(rope_scaling=YARN, rope_parameters={'rope_theta': 7.0}, rope_theta=30.0)
 and drops the other's base: mixtral(rope_scaling={'type': 'linear', 'factor': 2.0},
     rope_parameters={'rope_theta': 7.0})
@@ -218,9 +217,8 @@ a window beside full layers: qwen3_moe(layer_types=['full_attention'] * 3)
 layers of mistral: mistral(layer_types=['full_attention', 'sliding_attention', 'full_attention'])
 a cap that Gemma 3 does not use: gemma3_text(attn_logit_softcapping=1.0)
 latent keys in llama: llama(kv_lora_rank=4, num_experts=8, hidden_activation='relu')
-""",
-    globals(),
-)
+"""
+KNOWN = read_cases(READ_OTHERWISE_ONCE, globals())
 
 
 @pytest.mark.slow

@@ -55,8 +55,7 @@ OF_KINDS = {
 }
 
 
-CASES = read_cases(
-    """
+CLASSES = """
 llama: Llama()
 llama tied: Llama(tie_word_embeddings=True)
 llama K=N: Llama(num_key_value_heads=4)
@@ -135,9 +134,8 @@ llama4: Llama4Text(LLAMA4, rope_parameters=LLAMA3)
 llama4 dense between: Llama4Text(LLAMA4, moe_layers=[2, 0], num_experts_per_tok=2, attention_bias=True)
 llama4 bare: Llama4Text(LLAMA4, use_qk_norm=False, attn_temperature_tuning=False)
 exaone4: Exaone4(sliding_window=5, num_hidden_layers=4)
-""",
-    globals(),
-)
+"""
+CASES = read_cases(CLASSES, globals())
 
 
 def theirs(model, tokens):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from problems import close
+from problems import close, read_table
 
 from scaling import tree
 from scaling.configs import Config, Latent
@@ -30,29 +30,32 @@ FIRST = DEEP.with_(name="first", L=3, dense_layers=1, F_dense=20)
 EVERY = Lora(3, ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"), 6.0)
 ALL = Lora(3, tuple(name for name in MATRICES if name not in ("W_Q", "W_K", "W_V", "W_G")), 6.0)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-CASES = [
-    (PLAIN, EVERY, {"X": 1}, {}),
-    (PLAIN, EVERY, {"X": 2}, {"microbatches": 2}),
-    (PLAIN, EVERY, {"Y": 4}, {"remat": "block"}),  # two ranks share a KV head
-    (RICH, EVERY, {"X": 2, "Y": 2}, {"keep_weights": True}),
-    (RICH.with_(gated=False), Lora(2, ("W_in", "W_K")), {"C": 2, "Y": 2}, {"microbatches": 2, "scale": 64.0}),
-    (PLAIN, Lora(4, ("W_Q", "W_V")), {"P": 2, "X": 2}, {}),
-    (EXPERTS, Lora(2, ("W_Q", "W_O")), {"X": 2, "E": 2}, {}),
-    (EXPERTS, EVERY, {"X": 2, "E": 2}, {}),
-    (EXPERTS, EVERY, {"E": 2, "Y": 2}, {"remat": "block"}),
-    (EXPERTS.with_(aux_coef=0.0), Lora(2, ("W_out", "W_Q")), {"P": 2, "C": 2}, {}),
-    (DEEP, ALL, {"E": 2, "Y": 2}, {}),
-    (FIRST, ALL, {"X": 2, "E": 2}, {"microbatches": 2}),
-    (FIRST, ALL, {"X": 2, "Y": 2}, {"remat": "block"}),
-    (PLAIN, EVERY, {"Z": 2}, {"microbatches": 2}),
-    (GATED, Lora(2, ("W_G",)), {"X": 2, "Y": 2}, {}),
-    (LATENT, ALL, {"X": 2, "Y": 2}, {}),
-    (LATENT, ALL, {"C": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}),
-    (UNRANKED, Lora(2, ("W_UQ", "W_DKV")), {"P": 2, "X": 2}, {"remat": "matmuls"}),
-    (LATENT, ALL, {"Z": 2, "Y": 2}, {"microbatches": 2}),
-    (RICH, EVERY, {"Z": 2, "X": 2}, {"microbatches": 4, "schedule": "gpipe"}),
-    (EXPERTS.with_(aux_coef=0.0), EVERY, {"Z": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}),
-]
+TABLE = """
+config                       lora                        mesh     options
+PLAIN                        EVERY                       X=1
+PLAIN                        EVERY                       X=2      microbatches=2
+# two ranks share a KV head
+PLAIN                        EVERY                       Y=4      remat="block"
+RICH                         EVERY                       X=2,Y=2  keep_weights=True
+RICH.with_(gated=False)      Lora(2, ("W_in", "W_K"))    C=2,Y=2  microbatches=2, scale=64.0
+PLAIN                        Lora(4, ("W_Q", "W_V"))     P=2,X=2
+EXPERTS                      Lora(2, ("W_Q", "W_O"))     X=2,E=2
+EXPERTS                      EVERY                       X=2,E=2
+EXPERTS                      EVERY                       E=2,Y=2  remat="block"
+EXPERTS.with_(aux_coef=0.0)  Lora(2, ("W_out", "W_Q"))   P=2,C=2
+DEEP                         ALL                         E=2,Y=2
+FIRST                        ALL                         X=2,E=2  microbatches=2
+FIRST                        ALL                         X=2,Y=2  remat="block"
+PLAIN                        EVERY                       Z=2      microbatches=2
+GATED                        Lora(2, ("W_G",))           X=2,Y=2
+LATENT                       ALL                         X=2,Y=2
+LATENT                       ALL                         C=2,Y=2  microbatches=2, remat="block"
+UNRANKED                     Lora(2, ("W_UQ", "W_DKV"))  P=2,X=2  remat="matmuls"
+LATENT                       ALL                         Z=2,Y=2  microbatches=2
+RICH                         EVERY                       Z=2,X=2  microbatches=4, schedule="gpipe"
+EXPERTS.with_(aux_coef=0.0)  EVERY                       Z=2,Y=2  microbatches=2, remat="block"
+"""
+CASES = read_table(TABLE, globals())
 
 
 def drawn(config, lora):

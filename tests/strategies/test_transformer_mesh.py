@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import close, trained
+from problems import close, read_table, trained
 from torch.func import grad_and_value
 
 from scaling import tree
@@ -36,30 +36,34 @@ FIRST = FIRST.with_(L=3, dense_layers=2, F_dense=40)
 DEEP = FIRST.with_(name="dense first, deep", L=4, window=(None, 5, 3, None), aux_coef=0.0)
 B, T = 8, 16
 LOSS = {"segments": True, "label_smoothing": 0.1, "z_loss": 0.01}
-CASES = [
-    (PLAIN.with_(name="large", D=128, F=1400), {"X": 2}, {}),  # its leaves are sent one by one
-    (PLAIN.with_(name="relu", gated=False, activation="relu"), {"Y": 2}, LOSS),
-    (RICH.with_(name="one KV head", K=1, activation="gelu_tanh"), {"Y": 4}, LOSS),
-    # a vocabulary that does not divide: of 5 entries the last of four ranks has padding alone
-    (PLAIN.with_(N=12, V=5), {"Y": 4}, LOSS | {"scale": 1024.0}),
-    (RICH, {"X": 2}, LOSS | {"microbatches": 2, "zero": 1}),
-    (RICH.with_(name="gelu", gated=False), {"P": 2, "X": 2}, {"segments": True, "z_loss": 0.01}),
-    (RICH, {"Z": 2}, LOSS | {"microbatches": 4}),
-    (PLAIN.with_(L=5), {"Z": 2, "X": 2}, {"microbatches": 4, "schedule": "interleaved", "segments": True}),
-    (DROPPED, {"X": 2, "Y": 2}, {"microbatches": 2, "label_smoothing": 0.1}),
-    (DROPPED, {"C": 2, "Y": 2}, LOSS | {"microbatches": 2, "context": "ring"}),
-    (DROPPED, {"Z": 2, "P": 2}, {"microbatches": 2}),
-    (EXPERTS.with_(balance_by="sequence", F_shared=10), {"C": 2, "E": 2}, {"microbatches": 2}),
-    (LATENT.with_(V=31), {"X": 2, "Y": 2}, {"microbatches": 2, "label_smoothing": 0.1}),
-    (LATENT.with_(L=4), {"Z": 2}, LOSS | {"microbatches": 4, "schedule": "dualpipev"}),
-    (LATENT.with_(window=(None, 5)), {"C": 2, "Y": 2}, LOSS),
-    (FIRST.with_(dropout=0.3), {"E": 2, "Y": 2}, {}),
-    (EXPERTS, {"X": 2, "E": 2}, {"label_smoothing": 0.1}),
-    # with microbatches the z terms alone are those of the whole batch: a mean
-    (DEEP, {"Z": 2, "X": 2}, LOSS | {"microbatches": 2, "schedule": "zb-h1"}),
-    (DEEP.with_(L=6, window=None), {"Z": 2, "E": 2}, {"microbatches": 2, "schedule": "interleaved"}),
-    (PLAIN.with_(name="V 30", V=30, tied=True), {"Z": 2, "Y": 2}, {"microbatches": 2, "label_smoothing": 0.1}),
-]
+ONE_KV_HEAD = RICH.with_(name="one KV head", K=1, activation="gelu_tanh")
+TABLE = """
+config                                                    mesh     options
+# its leaves are sent one by one
+PLAIN.with_(name="large", D=128, F=1400)                  X=2
+PLAIN.with_(name="relu", gated=False, activation="relu")  Y=2      LOSS
+ONE_KV_HEAD                                               Y=4      LOSS
+# a vocabulary that does not divide: of 5 entries the last of four ranks has padding alone
+PLAIN.with_(N=12, V=5)                                    Y=4      LOSS, scale=1024.0
+RICH                                                      X=2      LOSS, microbatches=2, zero=1
+RICH.with_(name="gelu", gated=False)                      P=2,X=2  segments=True, z_loss=0.01
+RICH                                                      Z=2      LOSS, microbatches=4
+PLAIN.with_(L=5)                                          Z=2,X=2  microbatches=4, schedule="interleaved", segments=True
+DROPPED                                                   X=2,Y=2  microbatches=2, label_smoothing=0.1
+DROPPED                                                   C=2,Y=2  LOSS, microbatches=2, context="ring"
+DROPPED                                                   Z=2,P=2  microbatches=2
+EXPERTS.with_(balance_by="sequence", F_shared=10)         C=2,E=2  microbatches=2
+LATENT.with_(V=31)                                        X=2,Y=2  microbatches=2, label_smoothing=0.1
+LATENT.with_(L=4)                                         Z=2      LOSS, microbatches=4, schedule="dualpipev"
+LATENT.with_(window=(None, 5))                            C=2,Y=2  LOSS
+FIRST.with_(dropout=0.3)                                  E=2,Y=2
+EXPERTS                                                   X=2,E=2  label_smoothing=0.1
+# with microbatches the z terms alone are those of the whole batch: a mean
+DEEP                                                      Z=2,X=2  LOSS, microbatches=2, schedule="zb-h1"
+DEEP.with_(L=6, window=None)                              Z=2,E=2  microbatches=2, schedule="interleaved"
+PLAIN.with_(name="V 30", V=30, tied=True)                 Z=2,Y=2  microbatches=2, label_smoothing=0.1
+"""
+CASES = read_table(TABLE, globals())
 BLOCK_OR_KEPT = [{"remat": "block"}, {"keep_weights": True}]  # experts have no policy between
 WAYS = {False: [*BLOCK_OR_KEPT, {"remat": "attention"}, {"remat": "matmuls"}], True: BLOCK_OR_KEPT}
 TURNS = {moe: itertools.cycle(ways) for moe, ways in WAYS.items()}
