@@ -1,4 +1,4 @@
-"""The types of every line of a program, by running it: `python -m scaling.check FILE...` (directories too).
+"""Check the types of every line of Python files by running them: `python -m scaling.check FILE...`.
 
 Each file that has typed lines is run once. The functions that it hands to ranks run on an abstract mesh instead, where
 nothing is sent; printing and waiting are suppressed. A finding is a line that breaks a rule whatever its operands are;

@@ -12,6 +12,7 @@ For example:
 
 import argparse
 import importlib
+import math
 import os
 import re
 import shutil
@@ -30,6 +31,9 @@ from scaling.common.arguments import shortened
 
 SEEDS = 2**63 - 1  # the greatest seed
 WIDEST, NARROWEST = 100, 60  # columns
+BINARY = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}  # a batch has sequences of 2^n tokens
+DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+LARGEST_COUNT = 1e20  # the largest count that is read
 WORD = 150  # characters of the longest word that an error quotes whole, as a path is
 PROFILE = "profile what the ranks run, and write it: to FILE.json or into a folder"
 
@@ -95,16 +99,22 @@ def _folded(error: object) -> str:
     return fold(re.sub(rf"\S{{{WORD},}}", lambda word: shortened(word[0]), str(error)))
 
 
+def _described(text: str) -> str:
+    """Return a module's docstring as a description: a sentence first, without the command, which the usage has."""
+    first, *rest = text.strip().split("\n\n")
+    first = re.sub(r"^`python -m [^`]*`: |: `python -m [^`]*`", "", first)
+    return "\n\n".join([first[:1].upper() + first[1:] + "." * (first[-1:] not in ".:?!"), *rest])
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose help and errors fit the terminal."""
 
-    def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any):
-        super().__init__(formatter_class=formatter_class, **options)
+    def __init__(self, *, formatter_class: Any = HelpFormatter, description: str | None = None, **options: Any):
+        super().__init__(formatter_class=formatter_class, description=_described(description or ""), **options)
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the folded message, and exit with code 2."""
-        self.print_usage(sys.stderr)
-        self.exit(2, _folded(f"{self.prog}: error: {message}") + "\n")
+        """Print the folded message, and exit with code 2."""
+        self.exit(2, _folded(f"{self.prog}: error: {message}\n  `{self.prog} --help` lists the options") + "\n")
 
 
 def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:
@@ -135,6 +145,36 @@ def number(least: float = 0.0, most: float = 1e30, kind: Callable = float) -> Ca
         return value
 
     return read
+
+
+def parse_count(text: str, units: dict = BINARY) -> float:
+    """Read a count with a unit: "4M" tokens of a batch are 4 * 2^20, "15T" of a data set are 15e12.
+
+    A batch uses powers of two because it consists of sequences of 2^n tokens; `units` says which powers.
+    """
+    match = re.fullmatch(rf"([\d.,]+(?:e\d+)?)([{''.join(units)}]?)", text, re.ASCII)
+    try:
+        value = float(match[1].replace(",", "")) * units[match[2]] if match else math.inf
+    except ValueError:
+        value = math.inf
+    if not 0 < value <= LARGEST_COUNT:
+        about = f"is not a number from 1 to {LARGEST_COUNT:g}; fix: write 4M, 4194304 or 4e6"
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} {about}")
+    return value
+
+
+def whole_count(text: str) -> int:
+    """Return a count such as "4M" or "1.5k" as an int; an argument error if it is not a whole number."""
+    if re.fullmatch(r"\d{1,5}(x\d{1,5})+", text, re.ASCII):
+        count = math.prod(map(int, text.split("x")))
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is a slice; fix: give the number of its chips, {count}")
+    value = parse_count(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)!r} is {value:,.10g}, not a whole number; fix: give {math.floor(value) or 1} or "
+            f"{math.ceil(value)}"
+        )
+    return int(value)
 
 
 def output(text: str) -> str:

@@ -12,7 +12,7 @@ from scaling.exercise.verdict import grade
 def main(argv: "list[str] | None" = None) -> int:
     """Run the command and return its exit code."""
     parser = Parser(
-        prog="python -m scaling.exercise", description="Exercises on the book's algorithms, and their judge"
+        prog="python -m scaling.exercise", description="Solve exercises on the book's algorithms, which are judged"
     )
     commands = parser.add_subparsers(dest="command")
     fresh = commands.add_parser("new", help="write a file with the question and blanks")

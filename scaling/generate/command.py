@@ -1,4 +1,4 @@
-"""`python -m scaling.generate --model MODEL --prompt TEXT --max-new-tokens 64`: text from a model.
+"""`python -m scaling.generate --model MODEL --prompt TEXT --max-new-tokens 64`: generate text from a model.
 
 MODEL is a Hugging Face folder, org/name on the hub, FILE.gguf, or the --out of `scaling.train`. The text is written as
 it comes, whole characters only. With --mesh Y=4 the ranks of the mesh are started here, or are torchrun's.
@@ -21,7 +21,7 @@ from scaling.serve.text import TextStream
 
 def arguments(argv=None) -> argparse.Namespace:
     """Read the options."""
-    parser = Parser(prog="python -m scaling.generate", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="python -m scaling.generate", description=__doc__)
     add_model(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="the text to go on from; - reads it from the standard input")

@@ -5,7 +5,6 @@ The other commands are `guide`, `posttrain`, `published` and `serve`.
 
 import argparse
 import json
-import math
 import re
 import sys
 from importlib import import_module
@@ -13,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from scaling.common.arguments import shortened
-from scaling.common.console import Parser, command, complain, complaining, fold_command, integer, number, output
+from scaling.common.console import (
+    DECIMAL,
+    Parser,
+    command,
+    complain,
+    complaining,
+    fold_command,
+    integer,
+    number,
+    output,
+    parse_count,
+    whole_count,
+)  # fmt: skip
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost.memory import ROOM
@@ -24,10 +35,8 @@ from scaling.plan.frameworks import FRAMEWORKS
 from scaling.plan.job import AXES, DTYPES, IN_BF16, OVERLAPS, POLICIES, REDUCES, SCHEDULES, Fixed, Job, run_bytes
 from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
-BINARY = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}
-LARGEST_COUNT = 1e20  # the largest count that is read
+BATCH = 2**22  # tokens of a step if none are given, as in Part 6
 HELD = "a parameter", "its gradient", "its state with masters"
-DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 COMMANDS = {
     "guide": "scaling.plan.guide", "posttrain": "scaling.plan.posttrain", "published": "scaling.plan.published",
     "serve": "scaling.plan.serve.command",
@@ -41,36 +50,6 @@ EXAMPLES = """Examples:
     python -m scaling.plan --model llama3-405b --chip h100 --chips 16384 --batch 16M --json
 
 """
-
-
-def parse_count(text: str, units: dict = BINARY) -> float:
-    """Read a count with a unit: "4M" tokens of a batch are 4 * 2^20, "15T" of a data set are 15e12.
-
-    A batch uses powers of two because it consists of sequences of 2^n tokens; `units` says which powers.
-    """
-    match = re.fullmatch(rf"([\d.,]+(?:e\d+)?)([{''.join(units)}]?)", text, re.ASCII)
-    try:
-        value = float(match[1].replace(",", "")) * units[match[2]] if match else math.inf
-    except ValueError:
-        value = math.inf
-    if not 0 < value <= LARGEST_COUNT:
-        about = f"is not a number from 1 to {LARGEST_COUNT:g}; fix: write 4M, 4194304 or 4e6"
-        raise argparse.ArgumentTypeError(f"{shortened(text)!r} {about}")
-    return value
-
-
-def whole_count(text: str) -> int:
-    """Return a count such as "4M" or "1.5k" as an int; an argument error if it is not a whole number."""
-    if re.fullmatch(r"\d{1,5}(x\d{1,5})+", text, re.ASCII):
-        count = math.prod(map(int, text.split("x")))
-        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is a slice; fix: give the number of its chips, {count}")
-    value = parse_count(text)
-    if value != int(value):
-        raise argparse.ArgumentTypeError(
-            f"{shortened(text)!r} is {value:,.10g}, not a whole number; fix: give {math.floor(value) or 1} or "
-            f"{math.ceil(value)}"
-        )
-    return int(value)
 
 
 def mesh(text: str) -> tuple[tuple[str, int], ...]:
@@ -91,7 +70,8 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m scaling.plan", description="The mesh to train a model on, and why (Parts 5, 6 and 12)",
+        prog="python -m scaling.plan",
+        description="Choose the mesh to train a model on, and say why (Parts 5, 6 and 12)",
         epilog=EXAMPLES + "For one machine, or no idea where to begin: python -m scaling.plan guide --help\n\n"
         "Published runs beside the planner: python -m scaling.plan published\n\n"
         "To serve a model: python -m scaling.plan serve --help\n\n"
@@ -99,10 +79,10 @@ def _parser() -> Parser:
         "Exit status: 0, a plan was found; 1, nothing fits or no mesh suits; 2, an argument is wrong.",
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=HELP)
-    parser.add_argument("--chip", required=True, help=CHIPS)
-    parser.add_argument("--chips", required=True, type=whole_count, help="number of chips")
+    parser.add_argument("--chip", "--gpu", required=True, help=CHIPS)
+    parser.add_argument("--chips", "--gpus", required=True, type=whole_count, help="number of chips")
     parser.add_argument(
-        "--batch", required=True, type=whole_count, help="tokens per step; k, M and G are powers of two: 4M"
+        "--batch", type=whole_count, help="tokens per step; k, M and G are powers of two (default: sequences of 4M)"
     )
     parser.add_argument("--seq", type=whole_count, default=4096, help="tokens per sequence (default 4096)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the layers' matmuls (default bf16)")
@@ -190,8 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     given = args.param_bytes, args.grad_bytes, args.optimizer_bytes
     param, grad, state = (kept if n is None else n for n, kept in zip(given, run_bytes(args.dtype), strict=True))
+    batch = args.batch or max(1, BATCH // args.seq) * args.seq
     job = Job(
-        get(args.model), args.batch, args.seq, args.dtype, param, grad, state, args.overlap, args.headroom,
+        get(args.model), batch, args.seq, args.dtype, param, grad, state, args.overlap, args.headroom,
         framework=args.framework,
     )  # fmt: skip
     fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, None, args.zero, args.pods, args.reduce)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scaling.common.arguments import shortened, whole
-from scaling.common.console import Parser, complaining, integer, number, significant, table
+from scaling.common.console import Parser, complaining, integer, number, significant, table, whole_count
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.hardware import CHIPS, Chip, Level, chip
@@ -22,6 +22,7 @@ from scaling.plan.evaluate import Estimate
 from scaling.plan.fitting import Frugal, frugal_ways, help_needed
 from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded, size
+from scaling.plan.work import LayerWork
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,17 @@ class Rung:
 TYPES = {
     "dp": "In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]      chapters/05_dp.py",
     "fsdp": "In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]      chapters/05_fsdp.py",
-    "fsdp_tp": "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]      chapters/05_fsdp_tp.py",
+    "tensor": "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]      chapters/05_fsdp_tp.py",
+    "expert": "tokens go to their experts and come back: AllToAll      chapters/05_moe.py",
     "pp": "stages of layers, one after the other      chapters/05_pp.py",
 }
 
 
-def ladder(gpus: int, node: int, heads: int, layers: int) -> Iterator[Rung]:
-    """Yield the rungs for `gpus` GPUs in nodes of `node` with fast links, and a model of these heads and layers."""
+def ladder(gpus: int, node: int, model: LayerWork) -> Iterator[Rung]:
+    """Yield the rungs for `gpus` GPUs in nodes of `node` with fast links.
+
+    Within a node experts are divided if the model has them, and else heads and features.
+    """
     yield Rung("one GPU", (), how="no communication")
     if gpus == 1:
         yield Rung("one GPU + checkpointing", (), "block", "no communication")
@@ -52,15 +57,18 @@ def ladder(gpus: int, node: int, heads: int, layers: int) -> Iterator[Rung]:
     yield Rung("DDP", (("data", gpus),), how=TYPES["dp"])
     yield Rung("FSDP", (("fsdp", gpus),), how=TYPES["fsdp"], zero=3)
     yield Rung("FSDP + checkpointing", (("fsdp", gpus),), "block", TYPES["fsdp"], 3)
-    for Y in (2, 4, 8):
-        if gpus % Y == 0 and node >= Y and heads % Y == 0:
-            sizes = (("fsdp", gpus // Y), ("tensor", Y))
-            yield Rung(f"FSDP + checkpointing + TP {Y}", sizes, "block", TYPES["fsdp_tp"], 3 if gpus > Y else 1)
-    Y = next(Y for Y in (8, 4, 2, 1) if node >= Y and heads % Y == 0 and gpus % Y == 0)
+    axis, name, parts = ("expert", "EP", model.experts_count) if model.copies else ("tensor", "TP", model.heads)
+    inner = [Y for Y in (2, 4, 8) if gpus % Y == 0 and node >= Y and parts % Y == 0]
+    for Y in inner:
+        sizes = (("fsdp", gpus // Y), (axis, Y))
+        yield Rung(
+            f"FSDP + checkpointing + {name} {Y}", sizes, "block", TYPES[axis], 3 if gpus > Y or model.copies else 1
+        )
+    Y = max(inner, default=1)
     for P in (2, 4, 8, 16):
-        if gpus > node and gpus % (P * Y) == 0 and layers >= P:
-            sizes = (("pipe", P), ("data", gpus // (P * Y)), ("tensor", Y))
-            yield Rung(f"{P} stages + TP {Y} + ZeRO-1", sizes, "block", TYPES["pp"], 1)
+        if gpus > node and gpus % (P * Y) == 0 and model.L >= P:
+            sizes = (("pipe", P), ("data", gpus // (P * Y)), (axis, Y))
+            yield Rung(f"{P} stages + {name} {Y} + ZeRO-1", sizes, "block", TYPES["pp"], 1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
     """Return every rung, each with the microbatches that make it fastest, or smallest if it does not fit."""
     whole(gpus=gpus)
     steps = []
-    for rung in ladder(gpus, gpu.node_gpus, job.work.heads, job.work.L):
+    for rung in ladder(gpus, gpu.node_gpus, job.work):
         sizes = dict.fromkeys(AXES, 1) | dict(rung.sizes)
         chips = gpus if rung.sizes else 1
         if found := search(job, gpu, chips, Fixed(tuple(sizes.items()), rung.remat, zero=rung.zero)).found:
@@ -112,12 +120,12 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
     rows = []
     for step in steps:
         own, layout = step.found.held, step.found.layout
-        states, passing = own.params + own.grads + own.optimizer, own.activations + own.working
+        states = own.params + own.grads + own.optimizer
         row = [
             step.rung.name,
             layout.chips,
             layout.microbatches,
-            *(size(float(x)) for x in (states, passing, own.total)),
+            *(size(float(x)) for x in (states, own.total - states, own.total)),
         ]
         rows.append([*row, "yes" if step.fits else "no", *([f"{step.found.forecast:.3g}"] if timed else [])])
     head = ["", "GPUs", "microbatches", "params, grads,\noptimizer", "activations,\nworking", "a GPU holds", "fits"]
@@ -125,7 +133,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
     lines = [
         f"{job.config.name} ({significant(params)} params, {state:g} bytes each) on {gpus} x {gpu.name} of "
         f"{size(gpu.hbm_bytes)},",
-        f"of which {job.headroom:.0%} count; {job.sequences} sequences of {job.seq:,} a step",
+        f"of which {job.headroom:.0%} count; {job.sequences} sequence{'s' * (job.sequences > 1)} of {job.seq:,} a step",
         *counted_without(job.config),
         "",
         table(rows, head + ["step, s"] * timed),
@@ -172,13 +180,13 @@ def _parser() -> Parser:
     """Return the parser of the guide's arguments."""
     parser = Parser(prog="python -m scaling.plan guide", description=__doc__)
     parser.add_argument("--model", required=True, help=HELP)
-    parser.add_argument("--gpus", type=integer(1), default=1, help="number of GPUs (default 1)")
-    parser.add_argument("--gpu", help=f"{CHIPS}; or give its --memory instead")
+    parser.add_argument("--gpus", "--chips", type=integer(1), default=1, help="number of GPUs (default 1)")
+    parser.add_argument("--gpu", "--chip", help=f"{CHIPS}; or give its --memory instead")
     parser.add_argument("--memory", type=quantity, help="memory of one GPU, such as 24GB")
     parser.add_argument(
-        "--sequences", type=integer(1), help="sequences per step, over all GPUs (default 32, or one for each GPU)"
+        "--sequences", type=whole_count, help="sequences per step, over all GPUs (default 32, or one for each GPU)"
     )
-    parser.add_argument("--seq", type=integer(1), default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--seq", type=whole_count, default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument(
         "--precision", choices=("bf16", "mixed"), default="bf16",
         help="bf16: params and gradients in bf16, Adam in fp32, 12 bytes a parameter; mixed: all in fp32, 16 bytes",

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from scaling.common.arguments import whole
-from scaling.common.console import Parser, complain, complaining, integer, number, table
+from scaling.common.console import Parser, complain, complaining, integer, number, table, whole_count
 from scaling.configs import Config, get
 from scaling.configs.sources import HELP
 from scaling.hardware import CHIPS, Chip, chip
@@ -279,11 +279,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chips", required=True, type=integer(1), help="number of chips of both sides together")
     parser.add_argument("--prompts", type=integer(1), default=64, help="prompts of a step (default 64)")
     parser.add_argument("--group", type=integer(1), default=8, help="answers to each prompt (default 8)")
-    parser.add_argument("--prompt", type=integer(1), default=512, help="tokens of a prompt (default 512)")
+    parser.add_argument("--prompt", type=whole_count, default=512, help="tokens of a prompt (default 512)")
     parser.add_argument(
-        "--output", type=integer(1), default=1024, help="tokens of an answer, on average (default 1024)"
+        "--output", type=whole_count, default=1024, help="tokens of an answer, on average (default 1024)"
     )
-    parser.add_argument("--longest", type=integer(1), help="tokens of a step's longest answer (default: --output)")
+    parser.add_argument("--longest", type=whole_count, help="tokens of a step's longest answer (default: --output)")
     parser.add_argument(
         "--beta", type=number(), default=0, help="weight of the KL term: above 0, a reference runs, too"
     )

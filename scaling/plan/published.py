@@ -1,4 +1,4 @@
-"""Published runs compared with the planner: `python -m scaling.plan published`.
+"""Compare published runs with the planner: `python -m scaling.plan published`.
 
 For each run this prints the forecast of its mesh, the measured speed, and the layout that the planner would choose. The
 efficiencies are in the chip files, and are equal for all runs. The planner chooses whatever a source leaves open. The

@@ -41,7 +41,7 @@ GAPS = {"fp64": 1e-9, "fp32": 1e-3}  # the largest difference, in nats, between 
 
 def arguments(argv=None) -> argparse.Namespace:
     """Read the options."""
-    parser = Parser(prog="python -m scaling.posttrain", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="python -m scaling.posttrain", description=__doc__)
     parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument(
         "--prompts", required=True, type=Path, help='.jsonl of {"prompt": ...} or {"messages": ...}, or a prompt a line'

@@ -1,4 +1,4 @@
-"""The command `python -m scaling.serve --model MODEL --port 8000`: serve OpenAI's clients over HTTP, or a file.
+"""`python -m scaling.serve --model MODEL --port 8000`: serve OpenAI's clients over HTTP, or a file.
 
 With --port it answers /v1/completions and /v1/chat/completions until Ctrl-C, and shows a page to chat with at /. With
 --input and --output each line of the input is a JSON object: "prompt" (text) or "ids", and optionally "id", "stop"
@@ -36,7 +36,7 @@ FOR_EVER = 1e8  # seconds for which ranks may wait for a client
 
 def arguments(argv=None) -> argparse.Namespace:
     """Read the command's arguments."""
-    parser = Parser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="python -m scaling.serve", description=__doc__)
     add_model(parser)
     parser.add_argument(
         "--input", metavar="FILE", help="requests, one JSON object per line; - reads the standard input"

@@ -1,4 +1,4 @@
-"""Every leaf of a Transformer on a mesh, its type and its bytes on a rank: `python -m scaling.show params --help`."""
+"""Print every leaf of a Transformer on a mesh, its type and bytes on a rank: `python -m scaling.show params --help`."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ def named_types(types: Any, above: str = "") -> Iterator[tuple[str, str]]:
 @complaining(ValueError, OSError)
 def main(argv: "list[str] | None" = None) -> int:
     """Print the table of leaves; return the exit code."""
-    parser = Parser(prog="python -m scaling.show params", description=(__doc__ or "").split(":")[0])
+    parser = Parser(prog="python -m scaling.show params", description=__doc__)
     parser.add_argument("--model", default="llama3-70b", help=f"{HELP} (default llama3-70b)")
     parser.add_argument("--mesh", default="X=64,Y=8", help="axes of P, Z, X, C, Y, E and sizes (default X=64,Y=8)")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the params (default bf16)")

@@ -16,7 +16,7 @@ MOST_FORWARDS = 20_000  # the most forward passes that are drawn, which takes so
 
 
 def _parser(**options) -> Parser:
-    arguments = Parser(description=(__doc__ or "").split(":", 1)[0], **options)
+    arguments = Parser(description=__doc__, **options)
     arguments.add_argument("schedule", choices=[*SCHEDULES, "all"], help="the schedule, or all of them")
     arguments.add_argument("--stages", type=integer(1), default=4, help="ranks along the pipeline axis (default 4)")
     arguments.add_argument("--microbatches", type=integer(1), default=8, help="number of microbatches (default 8)")

@@ -44,7 +44,7 @@ OTHERS = {
 
 def arguments(argv=None) -> argparse.Namespace:
     """Read the options, from --config and a resumed run's run.toml too; flags override both."""
-    parser = Parser(prog="python -m scaling.train", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="python -m scaling.train", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags override it")
     parser.add_argument("--model", default="tiny", help=HELP)
     parser.add_argument(

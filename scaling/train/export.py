@@ -1,4 +1,4 @@
-"""`python -m scaling.train export RUN --out FOLDER`: writes a run's latest params as a Hugging Face folder.
+"""`python -m scaling.train export RUN --out FOLDER`: write a run's latest params as a Hugging Face folder.
 
 With --mesh several ranks each read and write their shards, so that none holds the whole model. The folder also gets the
 files that came with the model: the tokenizer (or one of the 256 bytes), the chat template, the generation config and

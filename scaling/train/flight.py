@@ -1,4 +1,4 @@
-"""The flight record of a run: the last collectives of each rank, also after a rank has hung, timed out or died.
+"""Read the last collectives of each rank of a run, also after a rank has hung, timed out or died.
 
 Each rank writes its collectives as a ring of fixed-size lines into a memory-mapped file in the run's folder. The record
 outlives the process however it ends, and `python -m scaling.train flight RUN` can read it while a run hangs.

@@ -5,7 +5,7 @@ import math
 import sys
 from dataclasses import replace
 
-from scaling.common.console import SEEDS, Parser, complain, complaining, integer, number
+from scaling.common.console import SEEDS, Parser, complain, complaining, integer, number, whole_count
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost import decoding, serving
@@ -25,7 +25,7 @@ STORED = ("bf16", "int8", "fp8", "int4", "fp4")
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m scaling.plan serve",
-        description="The slice, sharding form and batch to serve a model with, and why (Parts 7 and 8)",
+        description="Choose the slice, sharding form and batch to serve a model with, and say why (Parts 7 and 8)",
         epilog="Examples:\n\n"
         "    python -m scaling.plan serve --model llama3-70b --chip v5e --chips 256 --context 8192\n"
         "    python -m scaling.plan serve --model llama3-70b --chip h100 --chips 32 --prompt 2000 --output 500 \\\n"
@@ -35,21 +35,23 @@ def _parser() -> Parser:
         "Exit status: 0, a plan was found; 1, nothing fits or is fast enough; 2, an argument is wrong.",
     )
     parser.add_argument("--model", required=True, help=HELP)
-    parser.add_argument("--chip", required=True, help=CHIPS)
-    parser.add_argument("--chips", type=integer(1), help="number of chips, of all replicas together (default: any)")
+    parser.add_argument("--chip", "--gpu", required=True, help=CHIPS)
+    parser.add_argument(
+        "--chips", "--gpus", type=integer(1), help="number of chips, of all replicas together (default: any)"
+    )
     parser.add_argument(
         "--replicas", type=integer(1), help="number of instances that share the chips (default: the best)"
     )
     parser.add_argument("--most", type=integer(1), default=256, help="chips of the largest slice tried (default 256)")
     parser.add_argument(
-        "--context", type=integer(2), help="tokens per sequence, prompt and output (default: their sum)"
+        "--context", type=whole_count, help="tokens per sequence, prompt and output (default: their sum)"
     )
-    parser.add_argument("--prompt", type=integer(1), help="tokens of the prompt (default: context minus output)")
-    parser.add_argument("--output", type=integer(1), default=512, help="tokens generated per request (default 512)")
+    parser.add_argument("--prompt", type=whole_count, help="tokens of the prompt (default: context minus output)")
+    parser.add_argument("--output", type=whole_count, default=512, help="tokens generated per request (default 512)")
     parser.add_argument("--weights", choices=STORED, default="int8", help="dtype of the weights (default int8)")
     parser.add_argument("--kv", choices=STORED, default="int8", help="dtype of the KV cache (default int8)")
     parser.add_argument("--compute", default="bf16", help="dtype of the matmuls (default bf16)")
-    parser.add_argument("--batch", type=integer(1), help="sequences at once (default: the best)")
+    parser.add_argument("--batch", type=whole_count, help="sequences at once (default: the best)")
     parser.add_argument("--latency", type=number(1e-6), help="the most ms per step by the bound")
     parser.add_argument("--ttft", type=number(1e-6), help="the most ms to the first token, as forecast")
     parser.add_argument("--tpot", type=number(1e-6), help="the most ms of each further token, as forecast")

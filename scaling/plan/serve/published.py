@@ -1,4 +1,4 @@
-"""Published serving figures and their bounds: `python -m scaling.plan serve published`.
+"""Compare published serving figures with their bounds: `python -m scaling.plan serve published`.
 
 The bound is the step's (weights and KV caches read, FLOPs; all overlapped), without collectives. The rest of a measured
 step is explained by three causes, none of them fitted to a row: memory that is read at less than its peak (a share with
