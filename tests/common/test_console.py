@@ -130,6 +130,11 @@ def test_help_and_text_are_60_to_100_columns_wide_and_keep_examples(monkeypatch,
     assert [line for line in lines if "continued" in line or "indented" in line][-1].startswith("    ")
 
 
+def test_a_description_is_a_sentence_without_the_command():
+    for text in ("`python -m tool FILE`: read: it", "Read: it: `python -m tool`.", "read: it."):
+        assert console.Parser(description=f"{text}\n\nMore").description == "Read: it.\n\nMore"
+
+
 def test_errors_fit_the_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     console.complain("a rule that takes " * 9 + "x" * 300 + "\n  fix: leave it out")
