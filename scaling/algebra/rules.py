@@ -84,11 +84,6 @@ class CollectiveStep:
         return replace(self, before=before, after=after, dim=self.dim + 1, to=self.to + 1, splits=splits)
 
 
-def refuse_rule(line: str, kind: str, what: str, rule: str, fix: str) -> NoReturn:
-    """Raise the ShardingError of a line that breaks a rule of its collective."""
-    refuse(f"{kind}: {line}", what, rule, fix)
-
-
 CALLS = {
     "all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce", "shard": "Slice",
     "all_to_all": "AllToAll", "broadcast": "Broadcast", "reduce": "Reduce", "scatter": "Scatter", "gather": "Gather",
@@ -98,21 +93,21 @@ CALLS = {
 @lru_cache(maxsize=4096)
 def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
     """Return the steps of `line` as a collective of this kind; raise a ShardingError that names the rule it breaks."""
-    parsed, rule = parse_line(line), RULES[kind]
+    parsed, rule, call = parse_line(line), RULES[kind], f"{kind}: {line}"
     if len(parsed.operands) != 1:
         says = "a collective has one operand; einsum multiplies"
-        refuse_rule(line, kind, f"{len(parsed.operands)} operands", says, "write a line for each, or use einsum")
+        refuse(call, f"{len(parsed.operands)} operands", says, "write a line for each, or use einsum")
     before, after = parsed.operands[0], parsed.result
     if before.dim_names != after.dim_names:
         says = "a collective moves axes, it does not change or reorder the dims"
-        refuse_rule(line, kind, "the dims differ", says, "write the same dims on both sides, in the same order")
+        refuse(call, "the dims differ", says, "write the same dims on both sides, in the same order")
 
     def broken(what: str, fix: str) -> NoReturn:
-        refuse_rule(line, kind, what, f"{kind} {rule.says}", fix)
+        refuse(call, what, f"{kind} {rule.says}", fix)
 
     if before.scaled != after.scaled:
         what = f"{before} -> {after}: the scales change"
-        refuse_rule(line, kind, what, "a collective that moves an array moves its values and its scales",
+        refuse(call, what, "a collective that moves an array moves its values and its scales",
                     "write the same {Q_...} on both sides; quantize and dequantize are lines of their own")  # fmt: skip
 
     for axis in dict.fromkeys(before.named_axes + after.named_axes):
@@ -143,7 +138,7 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
         return (CollectiveStep(before, after, source[2], source[0], others[0][0], splits=others[0][0]),)
     if rule.rooted and len(dims) > 1:
         says = f"{kind} has one root, and so changes one dim"
-        refuse_rule(line, kind, "several dims change", says, "write a line for each dim")
+        refuse(call, "several dims change", says, "write a line for each dim")
     steps = []
     for position, now, axes in dims:
         sums = {*before.unreduced} ^ {*axes} if SUM in (rule.source, rule.target) else before.unreduced

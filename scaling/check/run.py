@@ -73,15 +73,6 @@ def looked_at_alone(result: Any, fn: Callable) -> Any:
     return result
 
 
-def _abstract(sizes: Any, *args: Any, **options: Any) -> AbstractMesh:
-    return AbstractMesh(dict(sizes))
-
-
-def _formatted(x: torch.Tensor, how: str) -> str:
-    """Format a number of an array; torch does so only of an array that has numbers."""
-    return format(str(x) if x.dim() else x.item(), how)
-
-
 @contextlib.contextmanager
 def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
     """Start no ranks, print nothing, do not wait, and stop after `seconds` seconds (0: never)."""
@@ -92,9 +83,11 @@ def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
     with contextlib.ExitStack() as stack:
         for room, name, value in (
-            (launch, "run", _on_abstract), (launch, "start", _one_rank), (meshes, "Mesh", _abstract),
+            (launch, "run", _on_abstract), (launch, "start", _one_rank),
+            (meshes, "Mesh", lambda sizes, *_, **__: AbstractMesh(dict(sizes))),
             (launch, "start_by_torchrun", lambda *_: None),
-            (time, "sleep", lambda _: None), (sys, "argv", [path, *OPTIONS]), (torch.Tensor, "__format__", _formatted),
+            (time, "sleep", lambda _: None), (sys, "argv", [path, *OPTIONS]),
+            (torch.Tensor, "__format__", lambda x, how: format(str(x) if x.dim() else x.item(), how)),
         ):  # fmt: skip
             stack.enter_context(patch.object(room, name, value))
         stack.enter_context(patch("scaling.measure.rates.timed", lambda fn, *_, **__: (fn(), 1e-3)[1]))  # runs once

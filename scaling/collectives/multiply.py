@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, strided
 
 from scaling import trace
-from scaling.algebra.law import check_product
+from scaling.algebra.law import check_product, refuse_product
 from scaling.collectives.linear import wait, watcher, who_watches
 from scaling.collectives.operands import (
     NEED_SCALES,
@@ -23,8 +23,6 @@ from scaling.collectives.operands import (
     refuse_in_graph,
     refuse_kind,
     refuse_operands,
-    refuse_plain,
-    refuse_sparse,
     refuse_unscaled,
 )
 from scaling.common.torch_private import constant, lazy_clone
@@ -146,7 +144,9 @@ class LocalProduct(NamedTuple):
 def product_of(text: str) -> LocalProduct:
     """Parse a line, check it by the rules, and return its product."""
     line = check_product(text)
-    refuse_plain(line)
+    if scaled := next((spec for spec in line.operands if spec.scaled), None):
+        rule = "an array with scales is its values and its scales"
+        refuse_product(line, f"{scaled} is a plain tensor", rule, "quantize it first, or leave {Q} out")
     a, *others = [[*spec.dim_names] for spec in line.operands]
     b, result = others[0] if others else [], [*line.result.dim_names]
     letters = {dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(a + b))}
@@ -246,7 +246,8 @@ def einsum(
         why = ["one of them is on the meta device, which holds shapes alone"]
         refuse_operands(product.line, tuple(a.shape), tuple(b.shape), why=why)
     if a.layout is not strided or (b is not None and b.layout is not strided):
-        refuse_sparse(product.line)
+        what = "an operand is sparse, of which torch gives some products wrong"
+        refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
     if a.dtype in NEED_SCALES and not product.is_view:  # and b, or torch refuses them
         refuse_unscaled(product.line, a.dtype)
     if defer:

@@ -9,7 +9,7 @@ from torch import Tensor
 from scaling.algebra.law import refuse_product
 from scaling.collectives.linear import differentiated
 from scaling.common.torch_private import constant
-from scaling.spec import Line, ShardingError, parse_line, refuse
+from scaling.spec import ShardingError, parse_line, refuse
 
 Operand = Any  # a Tensor, or a scaling.scaled.Scaled
 
@@ -139,19 +139,6 @@ def refuse_unscaled(line: str, dtype: torch.dtype) -> NoReturn:
 def refuse_add(line: str) -> NoReturn:
     """Refuse add=True without a buffer."""
     refuse_product(line, "add=True without out", "a product is added to a buffer", "give out=")
-
-
-def refuse_plain(line: Line) -> None:
-    """Refuse a plain tensor that a product's line says to have scales."""
-    if scaled := [str(spec) for spec in line.operands if spec.scaled]:
-        what, rule = f"{scaled[0]} is a plain tensor", "an array with scales is its values and its scales"
-        refuse_product(line, what, rule, "quantize it first, or leave {Q} out")
-
-
-def refuse_sparse(line: str) -> NoReturn:
-    """Refuse a product of sparse operands."""
-    what = "an operand is sparse, of which torch gives some products wrong"
-    refuse_product(line, what, "shards are dense tensors", "give them as .to_dense()")
 
 
 @constant

@@ -37,6 +37,22 @@ class StepCollective:
     times: int
 
 
+def check_kind(form: str, config: Config) -> None:
+    """Raise a ShardingError unless the form decodes the kinds of layers that the model has."""
+    if form != "heads" and config.linear:
+        raise ShardingError(
+            f"{config.name}: linear layers are not served by the form {form!r}\n"
+            '  rule: heads alone split the state of a row\n  fix: choose form="heads"'
+        )
+    if form == "2d" and config.latent:
+        raise ShardingError(
+            f'{config.name}: the form "2d" has no latent attention\n  rule: its ranks R and C are not split over X\n'
+            '  fix: choose form="heads_batch", or "sequence"'
+        )
+    if form == "2d" and config.moe:
+        raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
+
+
 def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
     """Raise a ShardingError unless the model's heads, experts, F and D divide over the mesh of the form."""
     one_of("form", form, FORMS)
@@ -52,12 +68,7 @@ def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
         raise ShardingError(
             f"E = {config.E} experts do not divide over {parts} chips\n  fix: use another number of them"
         )
-    if form != "heads" and config.linear:
-        raise ShardingError(f'{config.name}: linear layers by the form {form!r}\n  fix: choose form="heads"')
-    if form == "2d" and config.latent:
-        raise ShardingError(f'{config.name}: the form "2d" has no latent attention\n  fix: choose form="heads_batch"')
-    if form == "2d" and config.moe:
-        raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
+    check_kind(form, config)
     ways = Y * Z
     for letter, size in (("N", config.N), ("F", 0 if form == "experts" else config.F)):
         if size % ways:

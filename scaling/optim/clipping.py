@@ -17,7 +17,7 @@ from scaling.collectives.checked import alike
 from scaling.common.arguments import check_within, flag, not_negative, whole
 from scaling.common.limits import LIMITS
 from scaling.optim.checks import check_reduced
-from scaling.optim.rules import Optimizer
+from scaling.optim.rules import Optimizer, device_of
 from scaling.spec import format_axes, mesh_sizes, parse
 
 
@@ -85,7 +85,7 @@ def global_norm(grads, specs, mesh, row: int = LIMITS.row) -> Tensor:
     for axes, grad in zip(mesh.constant(_split_over, *tree.leaves(specs)), tree.leaves(grads), strict=True):
         parts.setdefault(axes, []).append(grad)
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in tree.leaves(grads)) else torch.float32
-    total = torch.zeros((), dtype=dtype, device=(tree.leaves(grads) or [torch.zeros(())])[0].device)
+    total = torch.zeros((), dtype=dtype, device=device_of(grads))
     for axes, part in parts.items():
         square = torch.stack([sum_of_squares(g, dtype, row) for g in part]).sum().to(dtype)
         total = total + (all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)
@@ -125,9 +125,8 @@ def loss_scaled(rule: Optimizer, first: float = 2.0**16, interval: int = 2000) -
         raise ValueError(f"loss_scaled({type(rule).__name__})\n  fix: give an optimizer, such as adamw(1e-3)")
 
     def init(params):
-        device = next(iter(tree.leaves(params)), torch.empty(0)).device
-        scale = torch.tensor(first, dtype=torch.float32, device=device)
-        return rule.init(params) | {"scale": scale, "good": torch.zeros((), dtype=torch.int64, device=device)}
+        scale = torch.tensor(first, dtype=torch.float32, device=device_of(params))
+        return rule.init(params) | {"scale": scale, "good": torch.zeros_like(scale, dtype=torch.int64)}
 
     def update(grads, state, params, *, finite: bool, **options):
         flag(finite=finite)

@@ -83,7 +83,8 @@ def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, mas
 
     def step(p, g, m, v, *, count, rate, decay):
         if _fused(p, rate) and _laid_out_alike(p, m, v):
-            options = {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "lr": _for_kernel(rate, p)}
+            rate = rate.float() if isinstance(rate, Tensor) and p[0].is_cuda else rate
+            options = {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": decay, "lr": rate}
             fused_adamw_(p, g, m, v, count.float(), **options)
             return
         compiling = torch.compiler.is_compiling()
@@ -139,8 +140,10 @@ def pure(step: Callable, lr: LearningRate, moments: tuple[str, ...], master: boo
 
     def init(params):
         tree.check_floats(params, "params")
-        state = {"step": torch.zeros((), dtype=torch.int64, device=_device(params))}
-        kept = tree.map(_precise_copy, params) if master else params
+        state = {"step": torch.zeros((), dtype=torch.int64, device=device_of(params))}
+        kept = params
+        if master:
+            kept = tree.map(lambda p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
         state |= {name: tree.map(torch.zeros_like, kept) for name in moments}
         return state | ({"master": kept} if master else {})
 
@@ -215,14 +218,6 @@ def _fused(p: list[Tensor], rate) -> bool:
     return device in ("cpu", "cuda") and dtype.is_floating_point and exact and not torch.compiler.is_compiling()
 
 
-def _for_kernel(rate, p: list[Tensor]):
-    return rate.float() if isinstance(rate, Tensor) and p[0].device.type == "cuda" else rate
-
-
-def _precise_copy(p: Tensor) -> Tensor:
-    return p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-
-
-def _device(params) -> torch.device:
-    found = tree.leaves(params)
-    return found[0].device if found else torch.device("cpu")
+def device_of(params) -> torch.device:
+    """Return the device of a tree's first tensor, the CPU for a tree without tensors."""
+    return next(iter(tree.leaves(params)), torch.empty(0)).device

@@ -139,17 +139,15 @@ class ScaledNode:
     dtype: torch.dtype = field(compare=False)
 
 
-def _flattened(x: Scaled) -> tuple:
-    return x.parts, ScaledNode(x.format, x.shared, x.dtype), "qst"[: len(x.parts)]
-
-
-def _unflattened(kind: Any, parts: Sequence[Any]) -> Scaled:
-    return scaled_of(parts, kind.format, kind.shared, kind.dtype)
-
-
 # Trees of arrays with scales are sharded, unstacked and moved as any others: the parts are their leaves.
 register: Any = optree.register_pytree_node
-register(Scaled, _flattened, _unflattened, path_entry_type=optree.GetAttrEntry, namespace=GLOBAL_NAMESPACE)
+register(
+    Scaled,
+    lambda x: (x.parts, ScaledNode(x.format, x.shared, x.dtype), "qst"[: len(x.parts)]),
+    lambda kind, parts: scaled_of(parts, kind.format, kind.shared, kind.dtype),
+    path_entry_type=optree.GetAttrEntry,
+    namespace=GLOBAL_NAMESPACE,
+)
 
 
 def quantize(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.configs import Config
+from scaling.cost.decoding import check_kind
 from scaling.models.layer import ONE as ONE
 from scaling.models.leaves import KV_HEADS, STACKED, Leaf, check_computed, types_of, without
 from scaling.scaled import Scaled
@@ -172,21 +173,16 @@ def check_mesh(config: Config, mesh, form: str) -> None:
     if form not in FORMS:
         raise ShardingError(f"unknown form {form!r} of decoding\n  fix: choose one of {', '.join(FORMS)}")
     real = {axis: size for axis, size in mesh.sizes.items() if size > 1}
-    if config.linear and (form != "heads" or "C" in real):
-        where = f'the form "{form}"' if form != "heads" else f"C={real['C']}"
+    check_kind(form, config)
+    if config.linear and "C" in real:
         raise ShardingError(
-            f"{config.name}: linear layers are not served by {where}\n  rule: a row's state is split by heads alone, "
-            'and a prompt is not split\n  fix: choose form="heads", and give the ranks of C to Y or Z'
+            f"{config.name}: linear layers are not served over C={real['C']}\n  rule: a prompt of theirs is not split\n"
+            "  fix: give the ranks of C to Y or Z"
         )
     if unknown := [axis for axis in real if axis not in AXES[form]]:
         raise ShardingError(
             f'{config.name}: mesh axis {unknown[0]} splits nothing in the form "{form}"\n'
             f"  rule: its axes are {', '.join(AXES[form])}\n  fix: rename the axis, or choose another form"
-        )
-    if config.latent and form == "2d":
-        raise ShardingError(
-            f'{config.name}: the form "2d" has no latent attention\n  rule: its ranks R and C are not split over X\n'
-            '  fix: choose form="heads_batch", or "sequence"'
         )
     X, Y, Z, E = (real.get(axis, 1) for axis in "XYZE")
     linear = [("k", config.linear.keys, Y, "heads of linear layers")] if config.linear else []
@@ -196,8 +192,6 @@ def check_mesh(config: Config, mesh, form: str) -> None:
     wanted += [("F_dense", config.F_dense, parts, "features of dense layers")] if config.dense_layers else []
     wanted += [("D", config.D, X * Y * Z, "model dims")] if form == "2d" else []
     if config.moe:
-        if form == "2d":
-            raise ShardingError(f'{config.name}: the form "2d" has no experts\n  fix: choose form="heads"')
         experts = experts_axis(mesh, form)
         wanted += [("E", config.E, mesh.size([a for a in experts if a in real]), "experts")]
     elif form == "experts":
@@ -285,17 +279,12 @@ def laid_out_by_output(params: dict, config: Config) -> dict:
 def check_dtypes(params: Any) -> None:
     """Raise ValueError, which names the leaf, unless each has the dtypes that `quantize` gives it."""
 
-    def is_right(x: Any) -> bool:
-        return x.has_dtypes if isinstance(x, Scaled) else x.dtype in tree.FLOATS
-
     def is_leaf(x: Any) -> bool:
         return isinstance(x, Scaled)
 
-    if all(map(is_right, optree.tree_leaves(params, is_leaf=is_leaf))):  # each call of prefill and decode asks
-        return
-    accessors, found, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_leaf)
-    for at, x in zip(accessors, found, strict=True):
-        if not is_right(x):
+    for i, x in enumerate(optree.tree_leaves(params, is_leaf=is_leaf)):
+        if not (x.has_dtypes if isinstance(x, Scaled) else x.dtype in tree.FLOATS):
+            at = optree.tree_accessors(params, is_leaf=is_leaf)[i]
             dtypes = ", ".join(str(part.dtype) for part in (x.parts if isinstance(x, Scaled) else (x,)))
             what = f"{at.codify('params')} is in {dtypes}: not what quantize returns".replace("'", '"')
             raise ValueError(f"{what}\n  fix: convert params before they are quantized, not after it")

@@ -256,11 +256,8 @@ class _Answers:
         self.pieced: asyncio.Queue[tuple[int, AnswerPiece]] = asyncio.Queue()
         desk.figures.asked.inc(call.asked)
         for index, request in enumerate(call.requests):
-            sink = partial(self._put, index)
-            desk.ask(request, Ask(call.top, call.echo[index] if call.echo else None, call.silent), sink)
-
-    def _put(self, index: int, piece: AnswerPiece) -> None:
-        self.pieced.put_nowait((index, piece))
+            ask = Ask(call.top, call.echo[index] if call.echo else None, call.silent)
+            desk.ask(request, ask, lambda piece, index=index: self.pieced.put_nowait((index, piece)))
 
     async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece]]:
         """Yield (index of an answer, a piece of it) as pieces come; Refused if the engine ends."""

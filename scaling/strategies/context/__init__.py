@@ -14,13 +14,12 @@ from functools import partial
 
 import torch
 
-from scaling.algebra.rules import refuse_rule
 from scaling.collectives import shard
 from scaling.collectives.checked import alike
 from scaling.common.arguments import flag, positive, whole
 from scaling.models.blockwise import Attention
 from scaling.models.tiles import Mask
-from scaling.spec import format_axes, parse
+from scaling.spec import format_axes, parse, refuse
 from scaling.strategies.context.ring import (
     FORMS,
     Gathered,
@@ -122,34 +121,29 @@ def _in_graph(number: int, Q, K, V, segments, sinks) -> torch.Tensor:
 
 def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, segments, scale) -> None:
     """Raise ShardingError or ValueError, before anything is sent, if the form cannot take these arguments."""
+    call = f"{form}: {line}"
     wanted = 2 if form == "usp" else 1
     if form in FORMS and len(axes) != wanted:
         rule = "usp splits T over two axes, a ring and one that moves to the heads; the other forms over one"
-        refuse_rule(
-            line, form, f"{len(axes)} axes", rule, "axis=('C', 'Y')" if wanted == 2 else "axis='C', or form='usp'"
-        )
+        refuse(call, f"{len(axes)} axes", rule, "axis=('C', 'Y')" if wanted == 2 else "axis='C', or form='usp'")
     if not all(isinstance(axis, str) for axis in axes):
-        refuse_rule(line, form, f"axis={axes!r}", "an axis is named by a text", "axis='C'")
+        refuse(call, f"axis={axes!r}", "an axis is named by a text", "axis='C'")
     parse(line).check_axes(mesh)
     for x in (Q, K, V) if segments is None else (Q, K, V, segments):
         if not isinstance(x, torch.Tensor) or x.device != Q.device or x.layout is not torch.strided:
             found = f"{x.layout} on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            refuse_rule(
-                line, form, f"an operand is {found}", "all are dense tensors on one device", "move it to where Q is"
-            )
+            refuse(call, f"an operand is {found}", "all are dense tensors on one device", "move it to where Q is")
     positive(scale=1.0 if scale is None else scale)
     whole(window=1 if window is None else window)
     shapes = f"Q, K, V of shapes {tuple(Q.shape)}, {tuple(K.shape)}, {tuple(V.shape)}"
     same = Q.dim() == 4 and K.shape == V.shape and K.dim() == 4 and all(Q.shape[i] == K.shape[i] for i in (0, 1, 3))
     if not same or 0 in (*Q.shape[1:], K.shape[2]) or Q.shape[2] % K.shape[2]:
         rule = "Q[B, T_C, N, H], K and V[B, T_C, K, H] have one B, T and H (all but B at least 1), and K divides N"
-        refuse_rule(
-            line, form, shapes, rule, "as many keys as queries on each rank; K heads of keys that G = N/K share"
-        )
+        refuse(call, shapes, rule, "as many keys as queries on each rank; K heads of keys that G = N/K share")
     if not Q.dtype == K.dtype == V.dtype or not Q.is_floating_point():
         rule = "Q, K and V have one dtype of floats"
-        refuse_rule(line, form, f"Q, K, V of {Q.dtype}, {K.dtype}, {V.dtype}", rule, "convert them, e.g. K.to(Q.dtype)")
+        refuse(call, f"Q, K, V of {Q.dtype}, {K.dtype}, {V.dtype}", rule, "convert them, e.g. K.to(Q.dtype)")
     if segments is not None and (segments.shape != Q.shape[:2] or segments.dtype not in INTEGERS):
         what = f"segments of shape {tuple(segments.shape)} and {segments.dtype}"
-        refuse_rule(line, form, what, "segments[B, T_C] are integers, of this rank's tokens", "shard them as Q")
+        refuse(call, what, "segments[B, T_C] are integers, of this rank's tokens", "shard them as Q")
     check_length(form, Q.shape[1] * mesh.size(axes), mesh.size(axes), line)

@@ -28,13 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.algebra.rules import refuse_rule
 from scaling.collectives import all_gather, all_to_all, ppermute, reduce_scatter, wait
 from scaling.common.arguments import flag, one_of, whole
 from scaling.mesh import AbstractMesh
 from scaling.models.blockwise import KeyBlock
 from scaling.models.tiles import Mask, Ranges
-from scaling.spec import ShardingError, format_axes
+from scaling.spec import ShardingError, format_axes, refuse
 
 FORMS = ("ring", "zigzag", "gather", "ulysses", "usp")
 
@@ -76,9 +75,8 @@ def check_length(form: str, T: int, C: int, line: str = "Q[B, T_C, N, H]") -> No
     one_of("form", form, FORMS)
     parts = 2 * C if form == "zigzag" else C
     if T % parts:
-        refuse_rule(
-            line,
-            form,
+        refuse(
+            f"{form}: {line}",
             f"T={T} does not divide into {parts} chunks on {C} ranks",
             "every rank holds as many tokens as the others; in the zig-zag order, in two chunks of one length",
             f"pad T to {-(-T // parts) * parts}, and give the padding a segment of its own and no weight in the loss",
@@ -260,7 +258,5 @@ def copied_heads(N: int, K: int, ranks: int) -> int:
     """
     if N % ranks:
         what, rule = f"N={N} query heads do not divide over {ranks} ranks", "Ulysses gives every rank as many heads"
-        refuse_rule(
-            "Q[B, T_C, N, H] -> Q[B, T, N_C, H]", "ulysses", what, rule, "form='ring' or 'zigzag', or fewer ranks"
-        )
+        refuse("ulysses: Q[B, T_C, N, H] -> Q[B, T, N_C, H]", what, rule, "form='ring' or 'zigzag', or fewer ranks")
     return lcm(K, ranks)
