@@ -273,47 +273,50 @@ def leaves_of(config: Config) -> dict:
     return {"embed": ends.pop("embed")} | first | {"layers": layers} | ends
 
 
+APART = {  # features of a model, each with those that no code here computes beside it
+    "latent attention": (
+        "biases, qk_norm, LayerNorm, norms after blocks, parallel blocks, score_cap, sinks, head_gate, "
+        "unrotated layers, score_scale, partial rotation, chunks, longrope, head_clip, norms without gains"
+    ),
+    "linear layers": (
+        "dense_layers, latent attention, a window, LayerNorm, norms after blocks, parallel blocks, unrotated layers, "
+        "norms without gains"
+    ),
+    "norms without gains": "experts, parallel blocks, norms after blocks, qk_norm, norm_bias, scaled logits",
+    "head_clip": "qk_turned, qk_layernorm",
+    "qk_bare": "qk_wide, qk_layernorm, qk_turned, head_clip, score_scale",
+    "head_gate": "attention_bias",
+    "experts": "LayerNorm, norms after blocks, mlp_bias, parallel blocks, scaled inputs and biases",
+    "a gate": "xielu",
+}
+
+
 def uncomputed(config: Config) -> list[str]:
     """Return the names of the model's features that no code here computes."""
+    scaling = config.rope_scaling
+    has = vars(config) | {
+        "latent attention": config.latent, "linear layers": config.linear, "experts": config.moe,
+        "biases": config.attention_bias or config.output_bias, "norms without gains": not config.norm_gain,
+        "norms after blocks": config.norms != "before", "LayerNorm": config.centered,
+        "parallel blocks": config.parallel, "unrotated layers": config.unrotated,
+        "partial rotation": config.rotary_share != 1, "chunks": config.chunked, "a window": any(config.windows),
+        "scaled logits": config.logit_scale != 1, "xielu": _xielu(config), "a gate": config.gated,
+        "scaled inputs and biases": config.routing == "inputs" and config.expert_bias,
+        "longrope": scaling is not None and scaling.kind == "longrope",
+    }  # fmt: skip
     found = list(config.uncomputed)
-    headed = {"biases": config.attention_bias or config.output_bias, "qk_norm": config.qk_norm}
-    headed |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
-    headed |= {"parallel blocks": config.parallel, "soft caps of scores": config.score_cap, "sinks": config.sinks}
-    headed |= {"head_gate": config.head_gate, "unrotated layers": config.unrotated, "score_scale": config.score_scale}
-    headed |= {f"rotary_share={config.rotary_share}": config.rotary_share != 1, "chunks": config.chunked}
-    found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
-    apart = {"dense_layers": config.dense_layers, "latent attention": config.latent, "a window": any(config.windows)}
-    apart |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
-    apart |= {"parallel blocks": config.parallel, "unrotated layers": config.unrotated}
-    found += [f"linear layers with {name}" for name, has in apart.items() if has and config.linear]
-    bare = {"latent attention": config.latent, "experts": config.moe, "linear layers": config.linear}
-    bare |= {"parallel blocks": config.parallel, "norms after blocks": config.norms != "before"}
-    bare |= {"qk_norm": config.qk_norm, "biases": config.norm_bias, "logit_scale": config.logit_scale != 1}
-    found += [
-        f"norms without gains in a model with {name}" for name, has in bare.items() if has and not config.norm_gain
-    ]
-    clip = {"latent attention": config.latent, "qk_turned": config.qk_turned, "qk_layernorm": config.qk_layernorm}
-    found += [f"head_clip in a model with {name}" for name, has in clip.items() if has and config.head_clip]
-    plain = {"qk_wide": config.qk_wide, "qk_layernorm": config.qk_layernorm, "qk_turned": config.qk_turned}
-    plain |= {"head_clip": config.head_clip, "score_scale": config.score_scale}
-    found += [f"qk_bare with {name}" for name, has in plain.items() if has and config.qk_bare]
-    found += ["a gate by xielu"] if _xielu(config) and config.gated else []
-    found += ["head_gate with biases"] if config.head_gate and config.attention_bias else []
+    found += [f"{a} with {b}" for a, others in APART.items() if has[a] for b in others.split(", ") if has[b]]
     if config.dense and not (config.moe and len(config.dense) < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts")
-    plain = {"LayerNorm": config.centered, "norms after blocks": config.norms != "before", "mlp_bias": config.mlp_bias}
-    plain |= {"parallel blocks": config.parallel}
-    plain |= {"scaled inputs and biases": config.routing == "inputs" and config.expert_bias}
-    found += [f"experts with {name}" for name, has in plain.items() if has and config.moe]
     still = 0 if config.latent else config.H - config.rotary
     found += [f"rotary positions of {config.rotary} dims, an odd number"] if config.rotary % 2 else []
     found += [f"{still} dims of a head without positions, an odd number"] if still % 2 and not config.rotary % 2 else []
-    if config.rope_scaling and config.rope_scaling.kind not in SCALINGS:
-        found.append(f"rope_scaling of type {config.rope_scaling.kind!r}")
-    if (scaling := config.rope_scaling) and scaling.kind == "longrope":
+    if scaling and scaling.kind not in SCALINGS:
+        found.append(f"rope_scaling of type {scaling.kind!r}")
+    if scaling and scaling.kind == "longrope" and not config.latent:
         sizes, planes = (len(scaling.short), len(scaling.long)), config.rotary // 2
         what = f"rope_scaling of type 'longrope' with {sizes[0]} and {sizes[1]} factors for {planes} planes"
-        found += ["latent attention with longrope"] if config.latent else [what] if sizes != (planes,) * 2 else []
+        found += [what] if sizes != (planes,) * 2 else []
     if config.moe and config.activation is not None:
         found.append(f"activation {config.activation!r} in experts")
     return found

@@ -180,7 +180,7 @@ def test_xielu_is_computed_with_its_own_constants_and_without_a_gate(tmp_path):
     save_file(named | {"model.layers.1.mlp.act_fn.beta": torch.tensor(0.25)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"1\.mlp\.act_fn\.beta is 0\.25; only 0\.5 is computed here\n  fix: "):
         hf.load(tmp_path)
-    assert transformer.uncomputed(config.with_(gated=True)) == ["a gate by xielu"]
+    assert transformer.uncomputed(config.with_(gated=True)) == ["a gate with xielu"]
 
 
 def greedy(family: str, count: int) -> list[list[int]]:

@@ -204,7 +204,7 @@ YARN_OF_KIND = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embed
 UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
     "model_type 'bloom'": {"model_type": "bloom"},
     "model_type 'deepseek_v32'": {"model_type": "deepseek_v32", "scoring_func": "sigmoid"} | RANKS,
-    "latent attention with rotary_share=0.5": {"model_type": "glm4_moe_lite", "partial_rotary_factor": 0.5} | RANKS,
+    "latent attention with partial rotation": {"model_type": "glm4_moe_lite", "partial_rotary_factor": 0.5} | RANKS,
     "model_type 'kimi_k25'": {"model_type": "kimi_k25", "text_config": {"model_type": "llama"} | BASE},
     "per_layer_config": {"per_layer_config": {"0": {"intermediate_size": 8}}},
     "is_causal false": {"is_causal": False},
