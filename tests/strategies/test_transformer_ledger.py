@@ -176,6 +176,13 @@ def test_sums_after_each_microbatch_are_of_shards(zero):
     assert once - each == pytest.approx(LARGE.L * LAYER * (1 - 1 / X), rel=1e-3)
 
 
+def test_after_each_microbatch_no_table_s_gradient_stays_whole():
+    """The fullest moment has the shards of params and sums, both tables gathered, and the gradient of one of them."""
+    c = LARGE.with_(V=65536)
+    params, table = c.L * LAYER + 2 * 4 * c.V * c.D, 4 * c.V * c.D
+    assert peak(c, 64, transformer.loss_and_grads, **TWO, **EACH) == pytest.approx(2 * params / X + 3 * table, rel=1e-3)
+
+
 def test_the_loss_alone_computes_a_third_of_a_step_and_holds_the_weights_of_two_layers():
     """Those that are used, and the next ones: so few tokens that nothing else counts. Experts have no backward here,
     which would keep theirs."""

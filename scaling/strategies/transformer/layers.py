@@ -373,7 +373,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
             add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
         if reduces:
             add_by_name(scattered, scatter_ends(dends, mesh, step.lines), step.sums)
-            dends = {}
+            dends.clear()
     if late:
         layers.reduce_all()
     grads, found = total_ends(scattered, mesh, step.lines), layers.gradients()
