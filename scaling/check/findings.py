@@ -98,18 +98,8 @@ def place_parts(place: str) -> tuple[str, int]:
 
 
 LIBRARY = f"{Path(scaling.__file__).parent}/"
-ROOMS = (
-    "spec/",
-    "algebra/",
-    "mesh/",
-    "check/",
-    "collectives/",
-    "scaled/",
-    "trace/",
-    "tree.py",
-    "common/torch_private.py",
-)
-MACHINERY = tuple(LIBRARY + room for room in ROOMS)  # the rooms that run a typed line
+ROOMS = "spec/ algebra/ mesh/ check/ collectives/ scaled/ trace/ tree.py common/torch_private.py"
+MACHINERY = tuple(LIBRARY + room for room in ROOMS.split())  # the rooms that run a typed line
 FOREIGN = "/torch/", "/optree/", "contextlib", "<frozen"
 PAGE_TOOLS = f"{LIBRARY}book/"  # tools that compare arrays of any types
 

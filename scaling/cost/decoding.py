@@ -42,7 +42,7 @@ def check_kind(form: str, config: Config) -> None:
     if form != "heads" and config.linear:
         raise ShardingError(
             f"{config.name}: linear layers are not served by the form {form!r}\n"
-            '  rule: heads alone split the state of a row\n  fix: choose form="heads"'
+            '  rule: a state is split by heads alone\n  fix: choose form="heads"'
         )
     if form == "2d" and config.latent:
         raise ShardingError(

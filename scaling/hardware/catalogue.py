@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 
-from scaling.common.arguments import of_type, read_table
+from scaling.common.arguments import of_type, one_of, read_table
 from scaling.hardware.chip import CHIP_KINDS, Chip, Efficiency, Level, Measured
 from scaling.spec import DTYPE_BYTES
 
@@ -95,8 +95,7 @@ def _resolve(data: Mapping) -> dict:
         of_type(key, data.get(key, kind()), kind)
     if (base := data.get("base")) is None:
         return dict(data)
-    if base not in registry():
-        raise ValueError(f"unknown base {base!r}\n  fix: give one of {', '.join(registry())}")
+    one_of("base", base, registry())
     below = _resolve(registry()[base])
     return _merge({key: value for key, value in below.items() if key not in ("variants", "source")}, data)
 
@@ -121,8 +120,7 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
             f"unknown field {sorted(unknown)}: fields are {', '.join(sorted(allowed))}, and flops.<dtype>"
             '\n  fix: rename the field, or leave it out; base = "h100", say, gives all that the file does not'
         )
-    if "kind" not in data:
-        raise ValueError(f"kind is missing\n  fix: give one of {CHIP_KINDS}")
+    one_of("kind", data.get("kind"), CHIP_KINDS)
     for key in ("pod", "slices", "host"):
         if key in data:
             data[key] = tuple(data[key])

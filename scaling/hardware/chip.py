@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from scaling.common.arguments import check_fields, check_within, of_type, whole
+from scaling.common.arguments import check_fields, check_within, of_type, one_of, whole
 
 CHIP_KINDS = ("tpu", "gpu", "cpu")
+LINKS = ("ici", "line", "hbm", "sram", "pcie", "dcn", "node", "scale-out")
 LENGTHS = ("pod", "slices", "host")  # of the axes
 WRAPS = (None, "full", "cubes", "all", "none")
 LEAST = {"flops": 1e6, "_bytes": 1e3, "_bw": 1e5, "bandwidth": 1e3, "clock": 1e6, "clock_base": 1e6}  # for any chip
@@ -227,8 +228,6 @@ class Chip:
         if link in ("ici", "line"):
             _check_axes(self, axes)
             return axes * (self.ici_bw if link == "ici" else self.need("link_bw"))
-        if link in ("hbm", "sram", "pcie", "dcn"):
-            return self.need(f"{link}_bw")
         if link in ("node", "scale-out"):
             depth = ("node", "scale-out").index(link)
             if len(self.need("levels")) <= depth:
@@ -237,7 +236,8 @@ class Chip:
                     "\n  fix: choose a chip with a network, or add it to a chip file of your own"
                 )
             return self.levels[depth].child_bw
-        raise ValueError(f"unknown link {link!r}\n  fix: give one of ici, line, hbm, sram, pcie, dcn, node, scale-out")
+        one_of("link", link, LINKS)
+        return self.need(f"{link}_bw")
 
     def intensity(self, link: str = "hbm", dtype: str = "bf16", axes: int = 1) -> float:
         """Return the FLOPs per byte at which computation takes as long as the link, the book's alpha = C / W."""
