@@ -1,9 +1,25 @@
-"""Tables of what is refused: {what: a call, or (a call, words of its error)}, as one test."""
+"""Tables as text; and of what is refused: {what: a call, or (a call, words of its error)}, as one test."""
 
+import itertools
 import re
 from functools import partial
 
 import pytest
+
+from scaling.spec.sizes import parse_mesh
+
+
+def read_table(text: str, names: dict, words: tuple[str, ...] = ()) -> list[tuple]:
+    """The rows of a table in columns two spaces apart, below their names: meshes as in X=2,Y=2, options by name, those
+    that are named as `words`, all else as Python. A line that begins with # is a comment."""
+
+    def read(column, cell):
+        if column in words:
+            return cell
+        return parse_mesh(cell) if column == "mesh" else eval(f"dict({cell})" if column == "options" else cell, names)
+
+    head, *rows = (re.split("  +", line) for line in text.strip().split("\n") if not line.startswith("#"))
+    return [tuple(itertools.starmap(read, itertools.zip_longest(head, row, fillvalue=""))) for row in rows]
 
 
 def refused(calls: dict, error: type[Exception] = ValueError, always: str = "fix:"):

@@ -10,6 +10,7 @@ import pytest
 import running
 import torch
 from machine import on_ranks
+from refused import read_table
 from sources import parsed
 
 from scaling.book import layout
@@ -18,39 +19,40 @@ from scaling.book.largest import largest
 from scaling.book.listing import difference
 from scaling.common.console import significant
 
-WHY = {"erratum": "why"}
-VERDICTS = [  # the book's, ours, what is said of it: the verdict
-    ("4.2e11", 4.23e11, {}, "agrees"),
-    ("4.2e11", 4.27e11, {}, "rounding"),
-    ("4.2e11", 4.4e11, {}, "DIFFERS"),
-    ("100", 104, {}, "agrees"),
-    ("100", 108, {}, "rounding"),
-    ("100", 75, {}, "DIFFERS"),
-    ("3", 2.6, {}, "DIFFERS"),
-    ("4.2e11", 4.4e11, WHY, "erratum"),
-    ("4.2e11", 4.2e11, WHY, "DIFFERS"),
-    ("377", 372.8, {"rounded": (377.7, "34e6 bytes for 33.55e6")}, "rounding"),
-    ("377", 372.8, {"rounded": (379, "what does not explain it")}, "DIFFERS"),
-    ("377", 300, {"rounded": (377.7, "what is too far off")}, "DIFFERS"),
-    ("377", 377.1, {"rounded": (377.7, "though there is no need")}, "DIFFERS"),
-    ("377", 372.8, WHY | {"rounded": (377.7, "of them")}, "DIFFERS"),
-    ("", 3.0, {"note": "derived"}, "ours"),
-    ("", 3.0, {}, "DIFFERS"),
-    ("", 3.0, WHY | {"note": "derived"}, "DIFFERS"),
-    ("yes", "yes", {}, "agrees"),
-    ("yes", "no", {}, "DIFFERS"),
-    ("yes", "no", WHY, "erratum"),
-    ("100", 100.2, {"hedged": "close to 100x"}, "agrees"),
-    ("100", 133.0, {"hedged": "close to 100x"}, "rounding"),
-    ("100", 66.0, {"hedged": "close to 100x"}, "DIFFERS"),
-    ("4", 4.77, {"coarse": "the formula"}, "rounding"),
-    ("4", 4.1, {"coarse": "though there is no need"}, "DIFFERS"),
-    ("4", 8.5, {"coarse": "what is too far off"}, "DIFFERS"),
-]
+TABLE = """
+book's    ours     verdict   options
+"4.2e11"  4.23e11  agrees
+"4.2e11"  4.27e11  rounding
+"4.2e11"  4.4e11   DIFFERS
+"100"     104      agrees
+"100"     108      rounding
+"100"     75       DIFFERS
+"3"       2.6      DIFFERS
+"4.2e11"  4.4e11   erratum   erratum="why"
+"4.2e11"  4.2e11   DIFFERS   erratum="why"
+"377"     372.8    rounding  rounded=(377.7, "34e6 bytes for 33.55e6")
+"377"     372.8    DIFFERS   rounded=(379, "what does not explain it")
+"377"     300      DIFFERS   rounded=(377.7, "what is too far off")
+"377"     377.1    DIFFERS   rounded=(377.7, "though there is no need")
+"377"     372.8    DIFFERS   erratum="why", rounded=(377.7, "of them")
+""        3.0      ours      note="derived"
+""        3.0      DIFFERS
+""        3.0      DIFFERS   erratum="why", note="derived"
+"yes"     "yes"    agrees
+"yes"     "no"     DIFFERS
+"yes"     "no"     erratum   erratum="why"
+"100"     100.2    agrees    hedged="close to 100x"
+"100"     133.0    rounding  hedged="close to 100x"
+"100"     66.0     DIFFERS   hedged="close to 100x"
+"4"       4.77     rounding  coarse="the formula"
+"4"       4.1      DIFFERS   coarse="though there is no need"
+"4"       8.5      DIFFERS   coarse="what is too far off"
+"""
+VERDICTS = read_table(TABLE, {}, ("verdict",))
 
 
-@pytest.mark.parametrize(("book", "ours", "said", "verdict"), VERDICTS)
-def test_verdicts(book, ours, said, verdict):
+@pytest.mark.parametrize(("book", "ours", "verdict", "said"), VERDICTS)
+def test_verdicts(book, ours, verdict, said):
     answer = Answer("", book, ours, **said)
     assert answer.verdict == verdict
     assert said.get("hedged", "") in answer.why

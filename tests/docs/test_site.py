@@ -19,6 +19,7 @@ import torch
 import visit
 from machine import on_ranks
 from problems import B, close, one_device, specs, whole
+from refused import read_table
 
 from scaling import collectives, tree
 from scaling.check import check_source
@@ -35,22 +36,24 @@ for name in ("torch", "numpy", "optree", "matplotlib"):
 import play
 print(json.dumps([json.loads(play.answer(form, json.dumps(fields))) for form, fields in json.load(sys.stdin)]))
 """
-REFUSED = [
-    ("check", {"call": "einsum", "line": "A[I"}, "A[I"),
-    ("devices", {"types": "A[I_X, J_X]", "mesh": "X=2"}, "fix:"),
-    ("devices", {"types": "A[I_X]", "mesh": "X"}, "fix:"),
-    ("reshard", {"line": "A[I] * B[I] -> C[I]", "mesh": "X=2", "sizes": "", "chip": "v5e"}, "fix:"),
-    ("matmul", {"line": "A[I] -> C[I]", "mesh": "X=2", "sizes": "", "chip": "v5e"}, "fix:"),
-    ("derive", {"line": "A[I]"}, "expected '->'"),
-    ("schedule", {"name": "1f1b", "stages": "four", "microbatches": "8"}, "whole number"),
-    ("schedule", {"name": "1f1b", "stages": "0", "microbatches": "8"}, "'0' is not a whole number from 1"),
-    ("schedule", {"name": "dualpipev", "stages": "4", "microbatches": "2"}, "fix: use at least 8"),
-    ("memory", {"model": "llama3-8b", "mesh": "E=2"}, "fix:"),
-    ("memory", {"model": "llama3-8b", "mesh": "Y=3"}, "Y divides K"),
-    ("memory", {"model": "llama3-8b", "mesh": "X=7"}, "D=4096 model dims do not divide into 7 blocks"),
-    ("memory", {"model": "llama3-8b", "mesh": "Z=5"}, "divide"),
-    ("memory", {"model": "no such model", "mesh": "X=2"}, "fix:"),
-]
+TABLE = """
+form      options                                                       says
+check     call="einsum", line="A[I"                                     A[I
+devices   types="A[I_X, J_X]", mesh="X=2"                               fix:
+devices   types="A[I_X]", mesh="X"                                      fix:
+reshard   line="A[I] * B[I] -> C[I]", mesh="X=2", sizes="", chip="v5e"  fix:
+matmul    line="A[I] -> C[I]", mesh="X=2", sizes="", chip="v5e"         fix:
+derive    line="A[I]"                                                   expected '->'
+schedule  name="1f1b", stages="four", microbatches="8"                  whole number
+schedule  name="1f1b", stages="0", microbatches="8"                     '0' is not a whole number from 1
+schedule  name="dualpipev", stages="4", microbatches="2"                fix: use at least 8
+memory    model="llama3-8b", mesh="E=2"                                 fix:
+memory    model="llama3-8b", mesh="Y=3"                                 Y divides K
+memory    model="llama3-8b", mesh="X=7"                                 D=4096 model dims do not divide into 7 blocks
+memory    model="llama3-8b", mesh="Z=5"                                 divide
+memory    model="no such model", mesh="X=2"                             fix:
+"""
+REFUSED = read_table(TABLE, {}, ("form", "says"))
 
 
 def test_the_playground_has_an_answer_of_each_form_and_needs_no_torch():

@@ -1,8 +1,6 @@
 """What tests of strategies share: how what a mesh gives is held beside one device, by the law of cotangents and through
 steps of training; the book's strategies, sizes and meshes; a layer of experts."""
 
-import itertools
-import re
 from collections import Counter
 
 import torch
@@ -12,20 +10,9 @@ from scaling import optim, tree
 from scaling.configs import Config
 from scaling.models.mlp import MLPConfig, MLPStack
 from scaling.spec import parse
-from scaling.spec.sizes import parse_mesh
 from scaling.strategies import data_parallel, expert, fsdp, fsdp_tp, tensor_parallel
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}  # relative to the largest element; never to be loosened
-
-
-def read_table(text: str, names: dict) -> list[tuple]:
-    """The rows of a table in columns two spaces apart: meshes as in X=2,Y=2, options by name, all else as Python."""
-
-    def read(column, cell):
-        return parse_mesh(cell) if column == "mesh" else eval(f"dict({cell})" if column == "options" else cell, names)
-
-    head, *rows = (re.split("  +", line) for line in text.strip().split("\n") if not line.startswith("#"))
-    return [tuple(itertools.starmap(read, itertools.zip_longest(head, row, fillvalue=""))) for row in rows]
 
 
 def close(got, wanted, limit=None):

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from problems import close, read_table
+from problems import close
+from refused import read_table
 
 from scaling import tree
 from scaling.configs import Config, Latent

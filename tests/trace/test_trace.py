@@ -7,6 +7,7 @@ import pytest
 import torch
 from array_types import meta
 from machine import on_ranks
+from refused import read_table
 from torch.func import grad, vjp
 
 from scaling import collectives as c
@@ -26,41 +27,43 @@ def ragged(line, x, mesh):
     return c.ragged_all_to_all(line, x, (2, 2, 2, 2), torch.tensor([0, 2, 5, 2]), mesh)
 
 
-SUM, PERM, RAGGED = "A[I, J] {U_X} -> ", [(0, 1), (1, 2), (3, 3)], "A[G_X, E, R, D] {U_Y} -> A[G, E_X, R, D] {U_Y}"
-# call on A of local shape [I, J], line, options -> op, axes, V, bytes sent by this rank (Part 3), and the single rank
-# along the axis that it waits for
-MOVES = [
-    (c.all_gather, "A[I_X, J] -> A[I, J]", {}, "AllGather", "X", 4 * V, 3 * V),
-    (c.reduce_scatter, SUM + "A[I_X, J]", {}, "ReduceScatter", "X", V, 3 * V // 4),
-    (c.reduce_scatter, SUM + "A[I_X, J]", {"op": "mean"}, "ReduceScatter", "X", V, 3 * V // 4),
-    (c.all_reduce, "A[I, J] {U_XY} -> A[I, J]", {}, "AllReduce", "XY", V, 2 * 7 * V // 8),
-    (c.all_reduce, SUM + "A[I, J]", {"op": "max"}, "AllReduce", "X", V, 2 * 3 * V // 4),
-    (c.all_to_all, "A[I_X, J] -> A[I, J_X]", {}, "AllToAll", "X", 4 * V, 3 * V // 4),
-    (c.shard, "A[I, J] -> A[I_X, J]", {}, "Slice", "X", V, 0),
-    (c.ppermute, "A[I_X, J]", {"axis": "X", "perm": PERM}, "CollectivePermute", "X", V, V, 0),
-    (c.ppermute, "A[I_X, J]", {"axis": "X", "perm": [(1, 1), (0, 2)]}, "CollectivePermute", "X", V, 0),
-    (c.broadcast, SUM + "A[I, J]", {"root": 1}, "Broadcast", "X", V, 3 * V),
-    (c.broadcast, SUM + "A[I, J]", {"root": 3}, "Broadcast", "X", V, 0, 3),
-    (c.reduce, SUM + "A[I, J] {U_X}", {}, "Reduce", "X", V, V, 0),
-    (c.scatter, SUM + "A[I_X, J]", {"root": 1}, "Scatter", "X", V, 3 * V // 4),
-    (c.scatter, SUM + "A[I_X, J]", {"root": 3}, "Scatter", "X", V, 0, 3),
-    (c.gather, "A[I_X, J] -> A[I, J] {U_X}", {"root": 3}, "Gather", "X", 4 * V, V, 3),
-    (c.send, "A[I, J]", {"axis": "Y", "to": 1}, "Send", "Y", V, V, 1),
-    (c.recv, "A[I, J]", {"axis": "Y", "source": 1}, "Recv", "Y", V, 0, 1),
-    (ragged, RAGGED, {}, "AllToAll", "X", 4 * V, 6 * V // 8),
-]
+AROUND, APART = [(0, 1), (1, 2), (3, 3)], [(1, 1), (0, 2)]
+RAGGED = "A[G_X, E, R, D] {U_Y} -> A[G, E_X, R, D] {U_Y}"
+# calls on A of local shape [I, J]: V and the bytes sent by this rank (Part 3), and the one rank that it waits for
+TABLE = """
+call            line                            op                 axes  V      bytes       peers  options
+all_gather      A[I_X, J] -> A[I, J]            AllGather          X     4 * V  3 * V       ()
+reduce_scatter  A[I, J] {U_X} -> A[I_X, J]      ReduceScatter      X     V      3 * V // 4  ()
+reduce_scatter  A[I, J] {U_X} -> A[I_X, J]      ReduceScatter      X     V      3 * V // 4  ()     op="mean"
+all_reduce      A[I, J] {U_XY} -> A[I, J]       AllReduce          XY    V      7 * V // 4  ()
+all_reduce      A[I, J] {U_X} -> A[I, J]        AllReduce          X     V      3 * V // 2  ()     op="max"
+all_to_all      A[I_X, J] -> A[I, J_X]          AllToAll           X     4 * V  3 * V // 4  ()
+shard           A[I, J] -> A[I_X, J]            Slice              X     V      0           ()
+ppermute        A[I_X, J]                       CollectivePermute  X     V      V           (0,)   axis="X", perm=AROUND
+ppermute        A[I_X, J]                       CollectivePermute  X     V      0           ()     axis="X", perm=APART
+broadcast       A[I, J] {U_X} -> A[I, J]        Broadcast          X     V      3 * V       ()     root=1
+broadcast       A[I, J] {U_X} -> A[I, J]        Broadcast          X     V      0           (3,)   root=3
+reduce          A[I, J] {U_X} -> A[I, J] {U_X}  Reduce             X     V      V           (0,)
+scatter         A[I, J] {U_X} -> A[I_X, J]      Scatter            X     V      3 * V // 4  ()     root=1
+scatter         A[I, J] {U_X} -> A[I_X, J]      Scatter            X     V      0           (3,)   root=3
+gather          A[I_X, J] -> A[I, J] {U_X}      Gather             X     4 * V  V           (3,)   root=3
+send            A[I, J]                         Send               Y     V      V           (1,)   axis="Y", to=1
+recv            A[I, J]                         Recv               Y     V      0           (1,)   axis="Y", source=1
+"""
+MOVES = read_table(TABLE, vars(c) | globals(), ("line", "op", "axes"))
+MOVES.append((ragged, RAGGED, "AllToAll", "X", 4 * V, 6 * V // 8, (), {}))
 
 
 @pytest.mark.parametrize("case", MOVES)
 def test_an_event_per_collective(case):
-    call, line, options, op, axes, nbytes, wire_bytes, *peers = case
+    call, line, op, axes, nbytes, wire_bytes, peers, options = case
     with trace() as log:
         call(line, meta(I, J), MESH, **options)
     (event,) = log.events
     assert (event.op, event.axes) == (op, tuple(axes))
     assert f"{event.before} -> {event.after}" == (line if "->" in line else f"{line} -> {line}")
     assert (event.nbytes, event.wire_bytes, event.flops, event.async_op) == (nbytes, wire_bytes, 0, False)
-    assert event.peers == tuple(peers)
+    assert event.peers == peers
     assert 0 < event.start <= event.end
     assert log.collectives() == ([] if op == "Slice" else [event])
     assert (log.count(op), log.count(op, axes), log.count(op, "Z"), log.count("Einsum")) == (1, 1, 0, 0)
