@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from probes import MORE, bound_of, of_bf16, probes, shaken
+from probes import MORE, bound_of, of_bf16, probes, read_cases, shaken
 from refused import by_words, refused
 from safetensors.torch import load_file, save_file
 
@@ -201,42 +201,35 @@ RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_he
 BASE = {"hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
 BASE |= {"num_key_value_heads": 4}
 YARN_OF_KIND = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
-    "model_type 'bloom'": {"model_type": "bloom"},
-    "model_type 'deepseek_v32'": {"model_type": "deepseek_v32", "scoring_func": "sigmoid"} | RANKS,
-    "latent attention with partial rotation": {"model_type": "glm4_moe_lite", "partial_rotary_factor": 0.5} | RANKS,
-    "model_type 'kimi_k25'": {"model_type": "kimi_k25", "text_config": {"model_type": "llama"} | BASE},
-    "per_layer_config": {"per_layer_config": {"0": {"intermediate_size": 8}}},
-    "is_causal false": {"is_causal": False},
-    "a mixture of one expert": {"model_type": "mixtral", "num_local_experts": 1, "num_experts_per_tok": 1},
-    "rotary positions of 3 dims, an odd number": {"head_dim": 3},
-    "latent attention with biases": {"model_type": "deepseek_v3", "attention_bias": True} | RANKS,
-    "rope_scaling of type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "of type 'by layer'": {"rope_parameters": {"a": {"rope_type": "default"}}},
-    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    "partial_rotary_factor 0.75": {
-        "model_type": "olmo3",
-        "rope_parameters": {
-            "full_attention": YARN_OF_KIND | {"partial_rotary_factor": 0.75},
-            "sliding_attention": {"rope_type": "default"},
-        },
-    },
-    "partial_rotary_factor 0.25": {
-        "model_type": "gpt_oss",
-        "partial_rotary_factor": 0.25,
-        "num_local_experts": 4,
-        "sliding_window": 5,
-    },
-    "norms of heads with biases": {"model_type": "phi", "qk_layernorm": True},
-    "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
-    "hidden_act 'xielu'": {"hidden_act": "xielu"},
-    "embedding_dropout=0.1": {"model_type": "starcoder2", "embedding_dropout": 0.1},
-}
+# what is said: the config's table
+TABLES = """
+model_type 'bloom': bloom()
+model_type 'deepseek_v32': deepseek_v32(RANKS, scoring_func='sigmoid')
+latent attention with partial rotation: glm4_moe_lite(RANKS, partial_rotary_factor=0.5)
+model_type 'kimi_k25': kimi_k25(text_config={'model_type': 'llama'} | BASE)
+per_layer_config: llama(per_layer_config={'0': {'intermediate_size': 8}})
+is_causal false: llama(is_causal=False)
+a mixture of one expert: mixtral(num_local_experts=1, num_experts_per_tok=1)
+rotary positions of 3 dims, an odd number: llama(head_dim=3)
+latent attention with biases: deepseek_v3(RANKS, attention_bias=True)
+rope_scaling of type 'dynamic': llama(rope_scaling={'type': 'dynamic', 'factor': 2.0})
+of type 'by layer': llama(rope_parameters={'a': {'rope_type': 'default'}})
+partial_rotary_factor 0.5: llama(partial_rotary_factor=0.5, rope_scaling={'type': 'linear', 'factor': 2.0})
+partial_rotary_factor 0.75: olmo3(rope_parameters={'full_attention': YARN_OF_KIND
+    | {'partial_rotary_factor': 0.75}, 'sliding_attention': {'rope_type': 'default'}})
+partial_rotary_factor 0.25: gpt_oss(partial_rotary_factor=0.25, num_local_experts=4, sliding_window=5)
+norms of heads with biases: phi(qk_layernorm=True)
+quantization_config 'awq': llama(quantization_config={'quant_method': 'awq'})
+hidden_act 'xielu': llama(hidden_act='xielu')
+embedding_dropout=0.1: starcoder2(embedding_dropout=0.1)
+"""
+UNCOMPUTED = read_cases(TABLES, globals())
 
 
 @pytest.mark.parametrize("says", UNCOMPUTED)
 def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
-    config = config_from({"model_type": "llama"} | BASE | UNCOMPUTED[says], tmp_path)  # can be counted
+    kind, table = UNCOMPUTED[says]
+    config = config_from({"model_type": kind} | BASE | table, tmp_path)  # can be counted
     assert says in ", ".join(transformer.uncomputed(config))
     for refuses in (lambda: hf.load(tmp_path), lambda: transformer.init(config, device="meta")):
         with pytest.raises(ValueError, match=f"not computed here: .*{says}"):
