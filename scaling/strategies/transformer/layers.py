@@ -88,10 +88,10 @@ def gather_forms(W: Sequence[Tensor], mesh, back: bool = True, **given: Any) -> 
 def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]:
     """Finish the reduction of leaves' gradients, in place; they may be pending from its first half. Wait for it."""
 
-    def in_place(line: str, x: Tensor, mesh, async_op: bool):
+    def reduced_in_place(line: str, x: Tensor, mesh, async_op: bool):
         return all_reduce(line, x, mesh, async_op=async_op, donate=x.is_contiguous())
 
-    return [*map(wait, start_leaves(in_place, "total", dW, mesh, lines))]
+    return [*map(wait, start_leaves(reduced_in_place, "total", dW, mesh, lines))]
 
 
 def gather_ends(params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
