@@ -31,8 +31,19 @@ from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.plan import explain, failures, one_layer
 from scaling.plan.candidates import plans
-from scaling.plan.frameworks import FRAMEWORKS
-from scaling.plan.job import AXES, DTYPES, IN_BF16, OVERLAPS, POLICIES, REDUCES, SCHEDULES, Fixed, Job, run_bytes
+from scaling.plan.job import (
+    AXES,
+    DTYPES,
+    FRAMEWORKS,
+    IN_BF16,
+    OVERLAPS,
+    POLICIES,
+    REDUCES,
+    SCHEDULES,
+    Fixed,
+    Job,
+    run_bytes,
+)
 from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
 BATCH = 2**22  # tokens of a step if none are given, as in Part 6

@@ -13,8 +13,7 @@ import numpy as np
 
 from scaling.common.limits import LIMITS
 from scaling.cost.lanes import Amount
-from scaling.plan.frameworks import FRAMEWORKS
-from scaling.plan.job import POLICIES, REDUCES, Job, Layout
+from scaling.plan.job import FRAMEWORKS, POLICIES, REDUCES, Job, Layout
 from scaling.plan.ledger import Compute, is_one, weight_elements, weight_ways
 from scaling.spec import dtype_bytes
 

@@ -20,7 +20,6 @@ from scaling.configs import Config
 from scaling.cost.memory import ROOM
 from scaling.cost.transformer import POLICIES, REDUCES
 from scaling.hardware import Chip
-from scaling.plan.frameworks import FRAMEWORKS
 from scaling.plan.work import LayerWork, Stack, work_of
 from scaling.spec import DTYPE_BYTES, dtype_bytes
 
@@ -44,6 +43,32 @@ def run_bytes(dtype: str) -> tuple[float, float, float]:
     if (size := dtype_bytes(dtype)) < 4:
         return IN_BF16
     return size, size, 2 * size
+
+
+@dataclass(frozen=True)
+class Framework:
+    """The memory that a training framework holds beyond the plan, which computes the loss in chunks and reserves none.
+
+    Attributes:
+        logits: Bytes of each logit, 0 for a loss in chunks. torchtitan's loss (components/loss.py) is cross entropy of
+            `pred.float()`, so bf16 logits, their copy in fp32, its log-softmax and its gradient are whole;
+            Megatron-LM's (core/tensor_parallel/cross_entropy.py) works in place on one copy in fp32.
+        sequence: Whether norms' outputs are split over tensor and gathered again in the backward pass, as by Megatron's
+            sequence parallelism (arXiv:2205.05198; its training/theoretical_memory_usage.py).
+        reserved: The share by which activations and buffers are above their actual use, fitted to torchtitan's 13
+            published peaks of reserved memory (benchmarks/llama3_h100_202412_torchtitan.md).
+    """
+
+    logits: float = 0.0
+    sequence: bool = False
+    reserved: float = 0.0
+
+
+FRAMEWORKS = {
+    "this": Framework(),
+    "torchtitan": Framework(logits=14, reserved=0.15),
+    "megatron": Framework(logits=6, sequence=True, reserved=0.15),
+}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job, run_bytes
 from scaling.plan.report import folded
 from scaling.plan.serve import candidates
-from scaling.plan.serve.forecast import likely_token
 from scaling.plan.serve.report import off_by
 
 TRIED = 16  # the finest division of the chips
@@ -142,7 +141,7 @@ def writing(asked: PosttrainJob, hardware: Chip, chips: int) -> tuple[float, can
         whole_groups = math.ceil(each / plan.groups) * plan.groups
         held = replace(plan, batch=min(plan.batch, whole_groups))
         rounds = math.ceil(each / held.batch)
-        found.append((rounds * asked.output * likely_token(held).seconds, held))
+        found.append((rounds * asked.output * held.tpot, held))
     return min(found, key=lambda pair: pair[0], default=None)
 
 
@@ -209,7 +208,7 @@ def _division(asked: PosttrainJob, hardware: Chip, train_chips: int, write_chips
     if layout is None or written is None:
         return None
     write, serving = written
-    alone = likely_token(replace(serving, batch=serving.groups)).seconds  # a token of the last answer
+    alone = replace(serving, batch=serving.groups).tpot  # a token of the last answer
     longest = asked.longest or asked.output
     write = max(write, longest * alone) if apart else write + (longest - asked.output) * alone
     train = float(layout.forecast) * (1 + REFERENCE * asked.references)

@@ -87,7 +87,7 @@ SAID = [  # arguments, exit status, what is said among other things
     ("guide --model llama3-8b --gpu h100 --gpus 64 --sequences 8", 0, ["8 sequences of 2,048 a step"]),
     ("guide --model llama3-8b --gpu v5p", 2, ["is a tpu"]),
     (f"{SERVE} --chips 16 --pareto", 0,
-     ["Take: ", "4x4, 16 chips", "no wraparound", "KV cache int8", "Binds: ", "prefill servers", "Others:",
+     ["Take: ", "4x4, 16 chips", "no wraparound", "KV cache int8", "Binds: ", "prefill servers", "Others, as forecast:",
       "What would change it:", "Latency against throughput, as forecast; --tpot", "balanced", "with weights alone"]),
     (LOAD, 0, ["Simulated: 8 requests, 4 a second, interleaved on one slice"]),
     (f"{SERVE} --latency 1", 1, ["nothing is fast enough: the fastest step is"]),

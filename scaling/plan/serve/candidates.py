@@ -16,7 +16,7 @@ from scaling.cost import decoding, serving
 from scaling.cost.memory import ROOM
 from scaling.cost.transformer import prefill_flops
 from scaling.hardware import Chip
-from scaling.plan.serve.forecast import ENGINES, PromptRun, first_token, likely_token
+from scaling.plan.serve.forecast import ENGINES, Forecast, PromptRun, first_token, likely_token
 from scaling.spec import dtype_bytes
 
 OBJECTIVES = ("throughput", "latency")
@@ -176,15 +176,30 @@ class ServingPlan:
     def in_time(self) -> bool:
         """Whether the step and the forecast times keep the service's limits."""
         s = self.service
-        pairs = (s.latency, lambda: self.step.seconds), (s.tpot, lambda: likely_token(self).seconds)
-        pairs += () if self.apart else ((s.ttft, lambda: first_token(self)),)
+        pairs = (s.latency, lambda: self.step.seconds), (s.tpot, lambda: self.tpot)
+        pairs += () if self.apart else ((s.ttft, lambda: self.ttft),)
         return all(most is None or seconds() <= most for most, seconds in pairs)
+
+    @cached_property
+    def likely(self) -> Forecast:
+        """The forecast of a token's time, by kind of work."""
+        return likely_token(self)
+
+    @property
+    def tpot(self) -> float:
+        """Seconds of each further token, as forecast."""
+        return float(self.likely.seconds)
+
+    @cached_property
+    def ttft(self) -> float:
+        """Seconds to the first token where prompts run between the steps, as forecast."""
+        return first_token(self)
 
     @property
     def requests(self) -> float:
         """Requests per second of all replicas, as forecast."""
-        token, first = likely_token(self).seconds, 0.0 if self.apart else first_token(self)
-        return self.replicas * self.batch / (first + self.service.generated * token)
+        first = 0.0 if self.apart else self.ttft
+        return self.replicas * self.batch / (first + self.service.generated * self.tpot)
 
     @property
     def served(self) -> float:
@@ -301,7 +316,7 @@ def _key(served: ServingPlan, objective: str) -> tuple:
         return served.step.seconds, -served.per_chip, served.chips
     if served.service.ttft or served.service.tpot:
         return -served.served, served.chips
-    return -float(f"{served.per_chip:.3g}"), likely_token(served).seconds * served.chips / served.batch, served.chips
+    return -float(f"{served.per_chip:.3g}"), served.tpot * served.chips / served.batch, served.chips
 
 
 def plans(

@@ -13,8 +13,8 @@ from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.models.leaves import uncomputed
 from scaling.plan.serve import measured, published, report, traces
-from scaling.plan.serve.candidates import OBJECTIVES, Service, ServingPlan, plans, replica_shapes
-from scaling.plan.serve.forecast import ENGINES, first_token, likely_token
+from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, replica_shapes
+from scaling.plan.serve.forecast import ENGINES
 from scaling.plan.serve.goals import deployments
 from scaling.serve.states import POLICIES
 from scaling.spec import ShardingError
@@ -103,11 +103,6 @@ def service(args) -> Service:
     )  # fmt: skip
 
 
-def token_ms(one: ServingPlan) -> float:
-    """Return the milliseconds of a token, as forecast."""
-    return 1e3 * likely_token(one).seconds
-
-
 def nothing(asked: Service, hardware, fixed: dict) -> str:
     """Return why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
     shapes = replica_shapes(hardware, fixed["chips"], fixed["most"], fixed["replicas"])
@@ -126,10 +121,11 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
     if patient:
         best = patient[0]
         if asked.ttft or asked.tpot:
-            first, token = min(1e3 * first_token(one) for one in patient), min(map(token_ms, patient))
+            first, token = min(one.ttft for one in patient), min(one.tpot for one in patient)
             return (
-                f"nothing is fast enough: the shortest forecasts are {first:.3g} ms to the first token and {token:.3g} "
-                "ms a further one\n  fix: give --ttft or --tpot more, more chips, a shorter prompt or smaller dtypes"
+                f"nothing is fast enough: the shortest forecasts are {1e3 * first:.3g} ms to the first token and "
+                f"{1e3 * token:.3g} ms a further one\n  fix: give --ttft or --tpot more, more chips, a shorter prompt or "
+                "smaller dtypes"
             )
         return (
             f"nothing is fast enough: the fastest step is {1e3 * best.step.seconds:.3g} ms, on "
@@ -194,7 +190,8 @@ def main(arguments: list[str]) -> int:
         print(f"Of {waiting:,} requests {found[0].batch:,} fit at once in each replica; the others wait.\n")
     print(report.goals_text(goals) + report.text(found, args.objective, args.top, args.price, **fixed))
     if args.pareto:
-        print("\n" + report.front_text(found, args.price))
+        price = args.price or hardware.price
+        print("\nLatency against throughput, as forecast:\n" + report.plan_table(report.front(found), price))
     if served:
         print("\n" + traces.text(found[0], served, args.rate, args.policy))
     return 0

@@ -213,7 +213,7 @@ class PromptRun:
 def first_work(plan: "ServingPlan") -> FirstWork:
     """Return the work before a request's first token on GPUs."""
     own = PromptRun(plan.service, plan.chip, plan.shape)
-    return own.work(plan.chips // plan.groups, plan.batch, likely_token(plan).seconds)
+    return own.work(plan.chips // plan.groups, plan.batch, plan.tpot)
 
 
 def first_token(plan: "ServingPlan") -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from scaling.hardware import Chip
 from scaling.plan.serve.candidates import Service, ServingPlan, plans, slice_shapes
-from scaling.plan.serve.forecast import PromptRun, first_token, likely_token
+from scaling.plan.serve.forecast import PromptRun
 
 MOST = 16  # the most replicas that decode, if the number of chips is free
 
@@ -31,12 +31,12 @@ class Deployment:
     @property
     def ttft(self) -> float:
         """Seconds to the first token, as forecast."""
-        return self.prompts.alone + cache_move(self.decode) if self.prompts else first_token(self.decode)
+        return self.prompts.alone + cache_move(self.decode) if self.prompts else self.decode.ttft
 
     @property
     def tpot(self) -> float:
         """Seconds of each further token, as forecast."""
-        return likely_token(self.decode).seconds
+        return self.decode.tpot
 
     @property
     def requests(self) -> float:

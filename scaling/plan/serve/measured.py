@@ -29,7 +29,7 @@ from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan.serve import forecast
 from scaling.plan.serve.candidates import Service, ServingPlan
-from scaling.plan.serve.forecast import ENGINES, GPU, TABLE, EngineRates, Rates, likely_token
+from scaling.plan.serve.forecast import ENGINES, GPU, TABLE, EngineRates, Rates
 
 MODELS = {
     "DeepSeek-R1": "deepseek-v3", "DeepSeek-V3": "deepseek-v3", "DeepSeek-V3.1": "deepseek-v3", "GLM-5": "glm-5",
@@ -192,7 +192,7 @@ def token_seconds(rows: Sequence[MeasuredRow]) -> Callable[[Rates], np.ndarray]:
 def first_seconds(rows: Sequence[MeasuredRow]) -> Callable[[EngineRates], np.ndarray]:
     """Return the function from an engine's rates to the seconds to the first token of each row."""
     work = replace(stacked_work([forecast.first_work(row.plan) for row in rows]), waves=[row.waves for row in rows])
-    late = np.array([row.late * likely_token(row.plan).seconds for row in rows])
+    late = np.array([row.late * row.plan.tpot for row in rows])
     return lambda engine: engine.first(work) + late
 
 

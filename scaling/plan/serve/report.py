@@ -1,6 +1,6 @@
 """The report of a serving plan: its step's costs, the cost that binds, and the changes that would help."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from scaling.common.console import table
@@ -9,7 +9,7 @@ from scaling.hardware import Chip
 from scaling.models.leaves import counted_without
 from scaling.plan.report import folded, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
-from scaling.plan.serve.forecast import ERRORS, MEASURED, first_token, likely_token
+from scaling.plan.serve.forecast import ERRORS, MEASURED
 from scaling.plan.serve.goals import Deployment
 
 CHANGE = 1.02  # a change counts if the answer is this much better or worse
@@ -129,14 +129,16 @@ def _changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, Serv
     return found
 
 
-def _rows(found: Sequence[ServingPlan]) -> str:
-    head = ["slice", "form", "mesh", "batch", "ms a step", "forecast", "tokens/s", "a chip", "binds"]
-    body = [
-        (named_slices(f), f.form, _mesh(f), f"{f.batch:,}", f"{1e3 * f.step.seconds:.2f}",
-         f"{1e3 * likely_token(f).seconds:.3g}", f"{f.tokens_per_second * f.replicas:,.0f}", f"{f.per_chip:,.1f}",
-         f.step.bound) for f in found
-    ]  # fmt: skip
-    return table(body, head)
+def plan_table(found: Sequence[ServingPlan], dollars: float | None, names: Sequence[str] = ()) -> str:
+    """Return a table of plans as forecast, with the price of a million tokens; `names` begin the rows."""
+    head = ["slice", "form", "mesh", "batch", "TTFT ms", "TPOT ms", "tokens/s\na chip", "$ a million\ntokens"]
+    body = []
+    for one in found:
+        row = [named_slices(one), one.form, _mesh(one), f"{one.batch:,}", _ms(one.ttft), _ms(one.tpot)]
+        body.append([*row, f"{one.served:,.1f}", f"{dollars * 1e6 / 3600 / one.served:,.3g}" if dollars else ""])
+    if names:
+        head, body = ["", *head], [[name, *row] for name, row in zip(names, body, strict=True)]
+    return table([row[: None if dollars else -1] for row in body], head[: None if dollars else -1])
 
 
 def distinct(found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
@@ -154,12 +156,13 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     s, step, hbm, gpu = best.service, best.step, best.chip.need("hbm_bytes"), best.chip.kind == "gpu"
     ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
     kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in ms.items())
-    dollars, likely = price or best.chip.price, likely_token(best)
+    dollars, likely = price or best.chip.price, best.likely
     spent = ", ".join(f"{name} {1e3 * part:.3g}" for name, part in likely.parts.items() if part)
     lines = [asked(s, best.chip), *counted_without(s.config), ""]
     if objective == "throughput" and not (s.latency or s.ttft or s.tpot or fixed.get("batch")):
         lines += ["Latency against throughput, as forecast; --tpot and --ttft set limits in ms:"]
-        lines += [_choices(tradeoff(found), dollars), "", "The most tokens/s by the bound:"]
+        choices = tradeoff(found)
+        lines += [plan_table([*choices.values()], dollars, [*choices]), "", "The most tokens/s by the bound:"]
     lines += [
         f"Take:       {named_slices(best)}, {used} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
         f"{_mesh(best)}; batch {best.batch:,}",
@@ -168,7 +171,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"Forecast:   {1e3 * likely.seconds:.3g} ms a token of each request, {best.served:,.1f} tokens/s a chip: "
         f"{spent} ms",
         f"            {off_by(best.chip)}",
-        f"First token: {_ms(first_token(best))} ms, as forecast; "
+        f"First token: {_ms(best.ttft)} ms, as forecast; "
         + (off_by(best.chip, s.engine) if gpu else f"at {s.mfu:.0%} MFU; no measured row tells how far off that is"),
         f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound of decoding, "
         f"{best.per_chip:,.1f} a chip, {1 / step.seconds:,.1f} for each request"
@@ -183,7 +186,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         *(f"Note:       {note}." for note in notes(best)),
     ]
     if others := distinct(found, top + 1)[1:]:
-        lines += ["", "Others:", _rows(others)]
+        lines += ["", "Others, as forecast:", plan_table(others, dollars)]
     if changed := _changes(best, objective, **fixed):
         lines += ["", "What would change it:"]
         lines += [
@@ -191,11 +194,6 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
             f"{one.per_chip:,.1f} tokens/s a chip ({one.per_chip / best.per_chip - 1:+.0%})" for what, one in changed
         ]  # fmt: skip
     return folded(lines)
-
-
-def _token_time(one: ServingPlan) -> float:
-    """Return the seconds of a token, as forecast."""
-    return float(likely_token(one).seconds)
 
 
 def front(found: Sequence[ServingPlan]) -> list[ServingPlan]:
@@ -207,32 +205,14 @@ def front(found: Sequence[ServingPlan]) -> list[ServingPlan]:
         replace(one, batch=one.groups * (one.batch // one.groups >> i))
         for one in found for i in range((one.batch // one.groups).bit_length())
     ]  # fmt: skip
-    return serving.pareto(smaller, _token_time, lambda one: one.served)
+    return serving.pareto(smaller, lambda one: one.tpot, lambda one: one.served)
 
 
 def tradeoff(found: Sequence[ServingPlan]) -> dict[str, ServingPlan]:
     """Return both ends of the front, and the plan with the most tokens/s for each second that a token takes."""
     kept = front(found)
-    balanced = max(kept, key=lambda one: one.served / _token_time(one))
+    balanced = max(kept, key=lambda one: one.served / one.tpot)
     return {"fastest token": kept[0], "balanced": balanced, "most tokens/s": kept[-1]}
-
-
-def _choices(named: Mapping[str, ServingPlan], dollars: float | None) -> str:
-    """Return a table of named plans as forecast, with the price of a million tokens."""
-    body = [
-        (name, named_slices(one), one.form, _mesh(one), f"{one.batch:,}", _ms(first_token(one)),
-         _ms(_token_time(one)), f"{one.served:,.1f}",
-         *([f"{dollars * 1e6 / 3600 / one.served:,.3g}"] if dollars else []))
-        for name, one in named.items()
-    ]  # fmt: skip
-    head = ["", "slice", "form", "mesh", "batch", "TTFT ms", "TPOT ms", "tokens/s\na chip"]
-    return table(body, head + ["$ a million\ntokens"] * bool(dollars))
-
-
-def front_text(found: Sequence[ServingPlan], price: float | None) -> str:
-    """Return the front as a table."""
-    named = {str(i): one for i, one in enumerate(front(found), 1)}
-    return "Latency against throughput, as forecast:\n" + _choices(named, price or found[0].chip.price)
 
 
 def as_dict(one: ServingPlan) -> dict:
@@ -240,8 +220,8 @@ def as_dict(one: ServingPlan) -> dict:
     step = one.step
     return {
         "slice": slice_name(one.shape), "chips": one.chips, "form": one.form, "type": one.type, "mesh": dict(one.sizes),
-        "batch": one.batch, "replicas": one.replicas, "forecast_seconds": likely_token(one).seconds,
-        "forecast": likely_token(one).parts, "first_token_seconds": first_token(one),
+        "batch": one.batch, "replicas": one.replicas, "forecast_seconds": one.tpot,
+        "forecast": one.likely.parts, "first_token_seconds": one.ttft,
         "step_seconds": step.seconds, "step_seconds_unhidden": step.apart,
         "parts": {"kv": step.kv, "weights": step.weights, "flops": step.math, "collectives": step.comms},
         "collectives": one.comms, "binds": step.bound, "tokens_per_second": one.tokens_per_second,
