@@ -124,8 +124,8 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
             first, token = min(one.ttft for one in patient), min(one.tpot for one in patient)
             return (
                 f"nothing is fast enough: the shortest forecasts are {1e3 * first:.3g} ms to the first token and "
-                f"{1e3 * token:.3g} ms a further one\n  fix: give --ttft or --tpot more, more chips, a shorter prompt or "
-                "smaller dtypes"
+                f"{1e3 * token:.3g} ms a further one\n"
+                "  fix: give --ttft or --tpot more, more chips, a shorter prompt or smaller dtypes"
             )
         return (
             f"nothing is fast enough: the fastest step is {1e3 * best.step.seconds:.3g} ms, on "
