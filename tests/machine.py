@@ -145,10 +145,10 @@ def counted_once() -> Iterator[pytest.MonkeyPatch]:
 
     known, count = {}, programs.count
 
-    def counted(some, sizes, coord=None, backend="gloo", documents=True):
-        key = some, tuple(sizes.items()), tuple((coord or {}).items()), backend, documents
+    def counted(some, sizes, coord=None, *given):
+        key = some, tuple(sizes.items()), tuple((coord or {}).items()), *given
         if key not in known:
-            known[key] = count(some, sizes, coord, backend, documents)
+            known[key] = count(some, sizes, coord, *given)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,11 +11,13 @@ class Limits:
         chunk: The most bytes of the loss's float32 logits in memory at a time, for which tokens are cut into chunks.
         small: The most bytes that a layer's shards on a rank may have to be sent in one message.
         row: The number of squares that are summed in float32 before the partial sums are added in float64.
+        ahead: The receives that a stage posts ahead on each channel, so that a sender need not wait for its receiver.
     """
 
     chunk: int = 1 << 28
     small: int = 2 << 20
     row: int = 1024
+    ahead: int = 8
 
 
 LIMITS = Limits()

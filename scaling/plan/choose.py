@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from scaling.common import console
-from scaling.cost.counted import CountedStep
 from scaling.cost.memory import ROOM
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
@@ -25,7 +24,6 @@ from scaling.plan.transformer_step import StepForecast, predict_transformer
 from scaling.spec import ShardingError
 from scaling.spec.sizes import format_sizes
 from scaling.train import dry
-from scaling.train.programs import least_memory
 from scaling.train.settings import DTYPES, Settings
 from scaling.train.structure import resolved
 
@@ -42,17 +40,12 @@ NAMES = {"P": "data", "Z": "pipe", "X": "fsdp", "C": "context", "Y": "tensor", "
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """A mesh for a run, with the settings on it, the forecast of its step and the count of its fullest rank."""
+    """A mesh for a run, with the settings on it, the forecast of its step and the bytes of its fullest rank."""
 
     sizes: dict[str, int]
     settings: Settings
     step: StepForecast
-    counts: CountedStep
-
-    @property
-    def memory(self) -> float:
-        """Bytes of the fullest rank."""
-        return self.counts.memory
+    memory: float
 
     @property
     def seconds(self) -> float:
@@ -159,7 +152,7 @@ def tried(
 
 
 def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, chosen: Sequence[str] = ()) -> MeshChoice:
-    """Return a mesh with the forecast of its step and the count of its fullest rank, from the run's own step.
+    """Return a mesh with the forecast of its step and the bytes of its fullest rank, from the run's own step.
 
     If the run does not fit, the options that are `chosen` are changed: microbatches are doubled, at most DOUBLED times,
     or else gradients are scattered after each, or else layers are recomputed.
@@ -178,11 +171,10 @@ def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, ch
                 break
             if reduce != settings.reduce and some.microbatches == 1:
                 continue  # which changes nothing
-            needed = least_memory(some, sizes, dry.busiest(sizes), backend)
-            if needed <= room and (counts := dry.fullest(some, sizes, backend, room)).memory <= room:
+            if (needed := dry.most_memory(some, sizes, backend, room)) <= room:
                 shape = () if chip.measured or chip.kind != "tpu" else slice_shape(chip, AbstractMesh(sizes).size())
-                return MeshChoice(sizes, some, predict_transformer(some, sizes, chip, shape), counts)
-            needs.append(needed if needed > room else counts.memory)
+                return MeshChoice(sizes, some, predict_transformer(some, sizes, chip, shape), needed)
+            needs.append(needed)
             if needs[-1] > room * 2 ** (DOUBLED - doubled):  # a rank with half of the rows needs at least half
                 break
     raise ValueError(f"a rank needs {min(needs) / 1e9:.2f} GB\n  fix: choose another mesh")

@@ -6,6 +6,7 @@ from scaling.plan import report
 from scaling.plan.choose import OPEN, choices, command_line, counted_choice, mesh_of, uneven
 from scaling.plan.job import ANY, Fixed, Job, Layout
 from scaling.plan.transformer_step import cost_table
+from scaling.train import dry
 from scaling.train.settings import DTYPES, Settings
 
 
@@ -57,7 +58,7 @@ def own_run(
         lines += [f"It runs the job on {chosen.name} as"]
     options = {"model": model, "batch": job.sequences, "seq": job.seq, "dtype": job.dtype}
     given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    over = chosen.counts.by_axes().items()
+    over = dry.fullest(chosen.settings, chosen.sizes, "abstract").by_axes().items()
     sent = ", ".join(f"{axes} {report.size(calls.sent)}" for axes, calls in over if calls.sent)
     device = {"gpu": ["--device", "cuda"]}.get(chip.kind, [])
     lines += ["  " + command_line([*given, *device], chosen)]

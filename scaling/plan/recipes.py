@@ -16,12 +16,13 @@ def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
     """Return [(microbatches, schedule, chunks, remat, reduce)] that a mesh can run, words as codes.
 
     If params are sharded over fsdp alone, as in `scaling.train`, layers with experts are recomputed whole or not at
-    all, because `scaling.train` refuses other policies for them.
+    all, and each chunk has a layer, because `scaling.train` refuses other recipes. Elsewhere some chunks may have none.
     """
-    w, size = job.work, network.sizes
-    refused = ("attention", "matmuls") if w.experts_count > 1 and job.shards == ("fsdp",) else ()
+    w, size, own = job.work, network.sizes, job.shards == ("fsdp",)
+    refused = ("attention", "matmuls") if w.experts_count > 1 and own else ()
     policies = tuple(p for p in POLICIES if p in w.saved and p not in refused)
-    return _recipes(_own(job, size), size["pipe"], w.L, policies, network.zero == 3, fixed)
+    most = w.L // size["pipe"] if own else -(-w.L // size["pipe"])
+    return _recipes(_own(job, size), size["pipe"], most, policies, network.zero == 3, fixed)
 
 
 def _own(job: Job, size: Mapping[str, int]) -> int:
@@ -41,15 +42,15 @@ def no_recipe(job: Job, network: Network, fixed: Fixed) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _recipes(own: int, stages: int, L: int, policies: tuple[str, ...], sharded: bool, fixed: Fixed) -> np.ndarray:
+def _recipes(own: int, stages: int, most: int, policies: tuple[str, ...], sharded: bool, fixed: Fixed) -> np.ndarray:
     counts = {own, *(2**i for i in range(own.bit_length()))} | {
         stages * 2**i for i in range(12) if stages * 2**i <= own
     }
     counts = {m for m in counts if m >= min(stages, own)}  # a pipeline has at least as many as stages, if it can
-    layers, runs = -(-L // stages), [("1f1b", 1)]
+    runs = [("1f1b", 1)]
     if stages > 1:
-        runs += [("interleaved", v) for v in CHUNKS if v <= layers] + [("zb-h1", 1)]
-        runs += [("dualpipev", 2)] * (layers >= 2)
+        runs += [("interleaved", v) for v in CHUNKS if v <= most] + [("zb-h1", 1)]
+        runs += [("dualpipev", 2)] * (most >= 2)
     if fixed.schedule:
         runs = [run for run in runs if run[0] == fixed.schedule] or [(fixed.schedule, 1)]
     if fixed.chunks:

@@ -22,19 +22,24 @@ import torch.distributed as dist
 from scaling import trace
 from scaling.collectives.messages import announcement, data_tag, refuse_message
 from scaling.collectives.op import as_carried
+from scaling.common.limits import LIMITS
 from scaling.common.torch_private import Nowhere
 from scaling.mesh.lost import naming, raise_lost
 from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
 from scaling.spec import parse, refuse
 
-AHEAD = 8  # receives posted ahead on each channel, so that a sender need not wait for its receiver
-
 
 class Channels:
-    """The transfers of one rank during one run of a schedule's program; `like` has the shape of every message."""
+    """The transfers of one rank during one run of a schedule's program.
 
-    def __init__(self, mesh, axis: str, schedule: Schedule, like: torch.Tensor, line: str, pairs: bool | None = None):
+    `like` has the shape of every message, and `ahead` receives are posted ahead on each channel.
+    """
+
+    def __init__(
+        self, mesh, axis: str, schedule: Schedule, like: torch.Tensor, line: str, pairs: bool | None = None,
+        ahead: int = LIMITS.ahead,
+    ):  # fmt: skip
         self.group, self.spec, self.like, self.schedule = mesh.group((axis,)), parse(line), like, schedule
         self.abstract, self.axis = self.group.pg is None, axis
         pairs = self.group.backend == "nccl" if pairs is None else pairs
@@ -50,7 +55,7 @@ class Channels:
         self.noted: set[tuple] = mesh.lines.setdefault(("pipeline notes", axis), set())  # (kind of message, channel)
         for channel in sorted(self.to_post, key=lambda channel: (channel[0].__name__, channel[1])):
             self.send_note(self.to_post[channel][-1])
-            for _ in range(AHEAD):
+            for _ in range(ahead):
                 self.post(channel)
 
     def post(self, channel: tuple) -> None:

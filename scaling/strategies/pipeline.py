@@ -21,6 +21,7 @@ import torch.distributed as dist
 from scaling import tree
 from scaling.collectives import all_reduce, wait
 from scaling.collectives.checked import alike
+from scaling.common.limits import LIMITS
 from scaling.models.pointwise import vjp
 from scaling.schedules import (
     BackwardInput,
@@ -96,6 +97,7 @@ def with_ends(
     dtype=None,
     differentiated=False,
     out=None,
+    ahead=LIMITS.ahead,
 ):
     """Return (Loss[], EndsGradients), for a model with ends before the first layer and after the last.
 
@@ -115,10 +117,11 @@ def with_ends(
         dtype: The dtype of the gradients of params and head, if not their own.
         differentiated: Whether the loss returns (terms, gradients of the head, dOut).
         out: A tree that receives the params' gradients, if they are sharded otherwise than the params.
+        ahead: The receives that are posted ahead on each channel.
     """
     pulled = loss if differentiated else _by_vjp(loss)
     given = params, head, In, Target, mesh, schedule, pulled, stage or mlp(), axis
-    Loss, grads, dIns, dhead = interpret(*given, dtype, out=out)
+    Loss, grads, dIns, dhead = interpret(*given, dtype, out=out, ahead=ahead)
     dIn = torch.cat(dIns) if dIns else In.new_zeros(()).expand(In.shape)  # zeros that take no memory
     if dhead is None:  # another rank has the last stage
         dhead = tree.map(lambda W: torch.zeros_like(W, dtype=dtype), head)
@@ -190,6 +193,7 @@ def interpret(
     dtype: torch.dtype | None = None,
     observe: Callable | None = None,
     out: Any = None,
+    ahead: int = LIMITS.ahead,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor], Any]:
     """Run this rank's program, instruction by instruction, through the functions of a stage.
 
@@ -211,6 +215,7 @@ def interpret(
         dtype: The dtype of the gradients, if not the params'.
         observe: Called with each unit of the program, a list of instructions that run as one, after it has run.
         out: A tree that receives the gradients; None makes one of the params' shapes.
+        ahead: The receives that are posted ahead on each channel.
 
     Returns:
         The loss, the gradients typed as params, dIn of each microbatch where the first stage is and a head was given,
@@ -222,7 +227,8 @@ def interpret(
     targets = Target.unflatten(0, (schedule.microbatches, -1))
     grads = tree.map(lambda W: torch.empty_like(W, dtype=dtype), params) if out is None else out
     chunks = _chunks(params, grads, mesh, schedule, rank, stage)
-    channels = Channels(mesh, axis, schedule, microbatches[0], str(parse(stage.specs["In"]).with_name("x")))
+    line = str(parse(stage.specs["In"]).with_name("x"))
+    channels = Channels(mesh, axis, schedule, microbatches[0], line, ahead=ahead)
     inputs: dict = {(0, m): x for m, x in enumerate(microbatches)}
     outputs, saved, dOuts, dIns, rest = ({} for _ in range(5))
     wide = torch.float64 if tree.leaves(params)[0].dtype == torch.float64 else torch.float32

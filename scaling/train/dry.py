@@ -13,22 +13,36 @@ from scaling.cost.counted import CountedStep
 from scaling.cost.memory import ROOM
 from scaling.mesh import AbstractMesh, check_device
 from scaling.spec.sizes import format_sizes
-from scaling.train.programs import step_by_symbols
+from scaling.train.programs import step_by_symbols, step_memory
 from scaling.train.settings import Settings
 
 
-def fullest(
-    settings: Settings, sizes: Mapping[str, int], backend: str = "gloo", enough: float = float("inf")
-) -> CountedStep:
-    """Return the count of the rank that needs most memory, or of one that needs more than `enough` bytes.
+def fullest(settings: Settings, sizes: Mapping[str, int], backend: str = "gloo") -> CountedStep:
+    """Return the count of the rank that needs most memory."""
+    ranks = fullest_ranks(sizes)
+    if len(ranks) > 1:
+        ranks.sort(key=lambda at: -step_memory(settings, sizes, at, backend))
+    return step_by_symbols(settings, sizes, ranks[0], backend)
 
-    That rank is in the first stage, which holds the activations of most microbatches, or in the last stage, which has
-    the logits.
+
+def most_memory(
+    settings: Settings, sizes: Mapping[str, int], backend: str = "gloo", enough: float = float("inf")
+) -> float:
+    """Return the most bytes of any rank, or those of a rank that needs more than `enough` bytes."""
+    needed = 0.0
+    for at in fullest_ranks(sizes):
+        if needed <= enough:
+            needed = max(needed, step_memory(settings, sizes, at, backend))
+    return needed
+
+
+def fullest_ranks(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return the coordinates of the ranks of which one needs most memory.
+
+    It is in the first stage, which holds the activations of most microbatches, or in the last stage, which has the
+    logits.
     """
-    first = step_by_symbols(settings, sizes, busiest(sizes), backend)
-    if (Z := sizes.get("Z", 1)) == 1 or first.memory > enough:
-        return first
-    return max(first, step_by_symbols(settings, sizes, busiest(sizes, Z - 1), backend), key=lambda step: step.memory)
+    return [busiest(sizes, stage) for stage in sorted({0, sizes.get("Z", 1) - 1})]
 
 
 def busiest(sizes: Mapping[str, int], stage: int = 0) -> dict[str, int]:
@@ -70,7 +84,7 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
         return counts
     least = settings.microbatches * prod(sizes.get(axis, 1) for axis in "PXE")
     batch = settings.batch // 2 // least * least
-    while batch and fullest(replace(settings, batch=batch), sizes).memory > ROOM * available:
+    while batch and most_memory(replace(settings, batch=batch), sizes) > ROOM * available:
         batch = batch // 2 // least * least
     fit = f"--batch {batch}" if batch else "more ranks along X, or a smaller model: no batch fits"
     shard = ", or --zero 3" if settings.zero < 3 and sizes.get("X", 1) > 1 else ""

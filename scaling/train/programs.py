@@ -4,7 +4,8 @@ A step is linear in its layers, microbatches, experts and chunks of the loss. So
 each, and the weighted sum of these traces is the count of the whole step (`cost.lines`).
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -13,22 +14,23 @@ from math import prod
 from typing import Any
 
 from scaling.common.disk_cache import on_disk
-from scaling.common.limits import LIMITS
+from scaling.common.limits import LIMITS, Limits
 from scaling.configs import Config
 from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.lines import LiveBytes, Polynomial, Shares, StepProgram, share_of_sent
 from scaling.mesh import AbstractMesh
 from scaling.schedules import make
-from scaling.strategies.channels import AHEAD
 from scaling.strategies.transformer import types
 from scaling.trace.count import Numbers
 from scaling.trace.events import Event
+from scaling.trace.peak import PeakMemory
 from scaling.trace.symbols import LiveSymbols, NotMonomial
 from scaling.train.settings import Settings
 from scaling.train.step_count import count, run
 from scaling.train.structure import (
     FEW,
     LEAST,
+    Loops,
     Structure,
     loss_chunks,
     packed_sizes,
@@ -55,41 +57,121 @@ def step_by_symbols(
     """
     resolved(settings, sizes)  # for its refusals, which are the run's own
     given = sizes, coord, backend, documents
-    depths = traced_depths(settings, sizes, coord, memory)
-    if len(depths) == 1:
-        return counted(settings, *given)
+    short = short_pipelines(settings, sizes, coord) if memory else []
+    live = memory and not short
+    depths = traced_depths(settings, sizes, coord, live)
+    step = weighted_steps(settings, *given, depths, live) if len(depths) > 1 else counted(settings, *given)
+    return replace(step, peaks=weighted_steps(settings, *given, short).peaks) if short else step
+
+
+def step_memory(settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int], backend: str) -> float:
+    """Return the most bytes at once of a step, which needs fewer traces than its other numbers."""
+    resolved(settings, sizes)
+    if short := short_pipelines(settings, sizes, coord):
+        return weighted_steps(settings, sizes, coord, backend, True, short).memory
+    return step_by_symbols(settings, sizes, coord, backend).memory
+
+
+def weighted_steps(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str, documents: bool,
+    depths: Sequence[tuple[Fraction, Loops]], live: bool = True,
+) -> CountedStep:  # fmt: skip
+    """Return the weighted sum of the steps of these depths, by their programs or else at the step's own sizes.
+
+    If not `live`, the programs need not have the bytes that are alive.
+    """
+    given = sizes, coord, backend, documents
+
+    def program_of(depth: Loops, El: int, J: int) -> CountedStep:
+        structure = structure_of(settings, *given, depth._replace(experts=El, chunks=J))
+        return program_at(program(structure, live), structure, settings, sizes, coord)
+
     try:
         loops = traced_loops(settings, sizes)
         return weighted_sum(
-            (weight * times, program_at(structure_of(settings, *given, (L, M, El, J)), settings, sizes, coord))
-            for weight, L, M in depths for times, El, J in loops
-        )  # fmt: skip
+            (weight * times, program_of(depth, El, J)) for weight, depth in depths for times, El, J in loops
+        )
     except NotMonomial:
-        return weighted_sum((weight, counted(with_few(settings, L, M), *given)) for weight, L, M in depths)
+        return weighted_sum((weight, counted_few(settings, *given, depth)) for weight, depth in depths)
 
 
-def least_memory(settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str) -> float:
-    """Return a lower bound of the bytes that a stage of a deep pipeline needs, counted at few microbatches.
+def counted_few(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str, documents: bool,
+    depth: Loops,
+) -> CountedStep:  # fmt: skip
+    """Return the count of a step with fewer layers, microbatches and stages, whose ranks have as large arrays."""
+    some, Z, own = with_few(settings, depth.layers, depth.microbatches), depth.stages, sizes.get("Z", 1)
+    there = {**(coord or {}), "Z": depth.stage} if own > 1 else coord
+    if own == Z:
+        return counted(some, sizes, there, backend, documents)
+    V = types.padded_sizes(settings.model, AbstractMesh(sizes))["V"] * Z // own
+    tokens = rows_of_rank(settings, sizes) * settings.seq // sizes.get("C", 1)
+    chunk = -(-4 * tokens * (V // sizes.get("Y", 1)) // loss_chunks(settings, sizes)[0])  # as many chunks of the loss
+    limits = Limits(chunk, ahead=depth.ahead)
+    return counted(replace(some, model=some.model.with_(V=V)), {**sizes, "Z": Z}, there, backend, documents, limits)
 
-    While there are at most as many microbatches as stages, the peak is linear in their number. With more microbatches
-    the gradients of the first ones are added, so the step needs more. The result is 0 if the step itself has so few
-    microbatches, or another schedule than 1F1B.
+
+def short_pipelines(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None
+) -> list[tuple[Fraction, Loops]]:
+    """Return [(weight, depth)] of short pipelines whose weighted peaks are those of a long one's first or last stage.
+
+    The number of microbatches in flight is linear in the number of stages, once all stages are busy. A rank of a short
+    pipeline has as large a part of the vocabulary as a rank of the long one. The list is empty if the step is no such
+    pipeline, or has too few microbatches.
     """
-    most, few = min(sizes.get("Z", 1), settings.microbatches), AHEAD + 2
-    if most <= few + 2 or settings.schedule_on(sizes):
-        return 0
-    steps = (step_by_symbols(with_few(settings, settings.model.L, M), sizes, coord, backend) for M in (few, few + 1))
-    return weighted_sum(zip((few + 1 - most, most - few), steps, strict=True)).memory
+    model, M, Z, z = settings.model, settings.microbatches, sizes.get("Z", 1), (coord or {}).get("Z", 0)
+    rounds = settings.pipeline.startswith("interleaved")
+    if Z <= 3 or z not in (0, Z - 1) or settings.optimizer == "muon" or period(model) > 1:
+        return []
+    if settings.schedule_on(sizes) and not rounds:
+        return []
+    few = 2  # the stages of the shorter pipeline
+    if busy_from(Z, z, LIMITS.ahead, rounds) <= M:
+        start = {n: 3 * n if rounds else 4 for n in (few, few + 1, Z)}  # microbatches, by stages
+    elif M == Z > LIMITS.ahead + 2 and not rounds:  # all microbatches are in flight at once
+        few, start = 4, {n: n for n in (4, 5, Z)}
+    else:
+        return []
+    chunks = chunks_on(settings, sizes)
+    layers, more = divmod(model.L - model.dense_layers, Z * chunks)
+    per_stage = samples(layers, 1, 2)
+    deepest = per_stage[-1][1]
+
+    def depth(n: int, M: int, stages: int = few, ahead: int = 1) -> Loops:
+        L = model.dense_layers + n * stages * chunks + more // Z * stages + (more % Z > 0)
+        return Loops(L, M, stages, z and stages - 1, ahead)
+
+    found: Counter[Loops] = Counter()
+    later = Fraction(M - start[Z], few if rounds else 1)  # further microbatches add their tokens
+    parts = [(a * b, depth(n, start[k], k)) for a, n in per_stage for b, k in between(Z, few, few + 1, few, few + 1)]
+    for a, n in per_stage if model.moe else [(Fraction(1), deepest)]:
+        more_of = depth(n, start[few] + (few if rounds else 1))
+        parts += [(a * later, more_of), (-a * later, depth(n, start[few]))]
+    posted = Fraction(LIMITS.ahead - 1)
+    parts += [(posted, depth(deepest, start[few], ahead=2)), (-posted, depth(deepest, start[few]))]
+    for weight, each in parts:
+        found[each] += weight  # type: ignore[assignment]
+    return [(Fraction(weight), each) for each, weight in found.items() if weight]
+
+
+def busy_from(Z: int, z: int, ahead: int, rounds: bool) -> int:
+    """Return the number of microbatches from which on the memory of stage z is linear in them.
+
+    The stage and all after it are busy then, and as many messages are pending as are posted ahead.
+    """
+    if rounds:  # the stages of an interleaved pipeline are busy after two rounds of Z microbatches
+        return Z * (2 + -(-ahead // Z))
+    return max(Z - z, ahead + 1) + 1
 
 
 def traced_depths(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, memory: bool
-) -> list[tuple[Fraction, int, int]]:
-    """Return [(weight, layers, microbatches)] of the steps to trace: their weighted counts sum to the whole step's.
+) -> list[tuple[Fraction, Loops]]:
+    """Return [(weight, depth)] of the steps to trace: their weighted counts sum to the whole step's.
 
-    The memory of a pipeline is linear only once the stage and all after it are busy and as many messages are pending
-    as are posted ahead. Under a schedule that is neither 1F1B nor interleaved, the peak depends on the number of
-    microbatches, so all are traced.
+    Under a schedule that is neither 1F1B nor interleaved, the peak depends on the number of microbatches, so all are
+    traced.
     """
     model, Z, M = settings.model, sizes.get("Z", 1), settings.microbatches
     chunks, in_rounds = chunks_on(settings, sizes), settings.pipeline.startswith("interleaved")
@@ -97,10 +179,8 @@ def traced_depths(
         few, full = 2, 2 * Z if chunks > 1 else 2
     elif Z == 1:
         few, full = 3, 3
-    elif in_rounds:
-        few, full = 2, Z * (2 + -(-AHEAD // Z))  # the stages are busy after two rounds of Z microbatches
     else:
-        few, full = 2, max(Z - (coord or {}).get("Z", 0), AHEAD + 1) + 1
+        few, full = 2, busy_from(Z, (coord or {}).get("Z", 0), LIMITS.ahead, in_rounds)
     if memory and Z > 1 and (2 * full >= M or (settings.schedule_on(sizes) and not in_rounds)):
         full = M  # one run of all microbatches takes less than runs of two smaller numbers
     unit, dense = period(model) * Z * chunks, model.dense_layers
@@ -109,7 +189,12 @@ def traced_depths(
     if model.linear or settings.optimizer == "muon":  # Muon's update deals the matrices of all layers out to the ranks
         layers = [(Fraction(1), model.L)]
     batches = samples(M, Z if chunks > 1 else 1, full)
-    return [(a * b, L, m) for (a, L), (b, m) in product(layers, batches)]
+    z = (coord or {}).get("Z", 0)
+    if memory or z == 0 or len(layers) == 1:
+        return [(a * b, Loops(L, m, Z, z)) for (a, L), (b, m) in product(layers, batches)]
+    first, more = layers[0][1], layers[1]  # a layer adds as much work on any stage, so the first one tells it
+    parts = (Fraction(1), first, z), (more[0], more[1], 0), (-more[0], first, 0)
+    return [(a * b, Loops(L, m, Z, stage)) for (a, L, stage), (b, m) in product(parts, batches)]
 
 
 def chunks_on(settings: Settings, sizes: Mapping[str, int]) -> int:
@@ -208,47 +293,54 @@ def count_on_disk(settings: Settings, *given: Any) -> CountedStep:
 
 
 @lru_cache(maxsize=512)
-def program(structure: Structure) -> StepProgram:
-    """Return the program of a structure: one traced step, in the structure's symbols.
+def program(structure: Structure, live: bool) -> StepProgram:
+    """Return the program of a structure: one traced step, in the structure's symbols; without memory if not `live`.
 
     Raises:
         NotMonomial: Some number of the trace is not a product of the structure's sizes.
     """
-    if isinstance(found := traced(structure), NotMonomial):
+    if isinstance(found := traced(structure, live), NotMonomial):
         raise found
     return found
 
 
 @on_disk
-def traced(structure: Structure) -> StepProgram | NotMonomial:
+def traced(structure: Structure, live: bool) -> StepProgram | NotMonomial:
     """Trace the step of a structure, and return its program or the number that could not be read."""
     mesh = AbstractMesh(dict(structure.mesh), dict(structure.coord), structure.backend)
-    memory, s = LiveSymbols(symbols=structure.symbols), structure
+    memory, s = LiveSymbols(symbols=structure.symbols) if live else PeakMemory(), structure
     try:
         step = run(s.settings, mesh, s.documents, Symbolic(s), memory, s.limits)
     except NotMonomial as error:
         return error
+    if not isinstance(memory, LiveSymbols):
+        return StepProgram(step, {})
     if memory.error:
         return memory.error
     return StepProgram(step, {line: LiveBytes.of([*memory.columns], rows) for line, rows in memory.rows.items()})
 
 
 def program_at(
-    structure: Structure, settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None
+    found: StepProgram,
+    structure: Structure,
+    settings: Settings,
+    sizes: Mapping[str, int],
+    coord: Mapping[str, int] | None,
 ) -> CountedStep:
-    """Return a step's bytes sent, FLOPs and memory: the structure's program evaluated at a run's own sizes."""
+    """Return a step's bytes sent, FLOPs and memory: a structure's program evaluated at a run's own sizes."""
     model, (number, held), C = settings.model, loss_chunks(settings, sizes), sizes.get("C", 1)
     at: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in "PXYE"}
     at |= {letter: getattr(model, letter) for letter in "DFGKHS"} | {"O": model.F_dense, "El": model.E // at["E"]}
+    shorter = Fraction(dict(structure.mesh).get("Z", 1), sizes.get("Z", 1))
     at |= {
-        "V": types.padded_sizes(model, AbstractMesh(sizes))["V"],
+        "V": int(types.padded_sizes(model, AbstractMesh(sizes))["V"] * shorter),
         "b": rows_of_rank(settings, sizes),
         "T": settings.seq,
     }
     at |= {"E+1": model.E + 1, "T-1": settings.seq - 1, "J": number, "row": LIMITS.row}
     at |= packed_sizes(settings, sizes)
     if C > 1:
-        for traced, real in {*zip(structure.settings.model.windows, model.windows, strict=False)}:
-            own = (0, None) if model.chunked else (traced or 0, real)
+        for small, real in {*zip(structure.settings.model.windows, model.windows, strict=False)}:
+            own = (0, None) if model.chunked else (small or 0, real)
             at[f"pairs {own[0]}"] = pairs_of_rank(settings.seq, C, coord, own[1])
-    return program(structure).at(at, sizes, {"J": held}, "ZC")
+    return found.at(at, sizes, {"J": held}, "ZC")

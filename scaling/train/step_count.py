@@ -21,7 +21,7 @@ UPDATE = 7  # AdamW reads params, gradients and both moments, and writes all but
 
 def count(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
-    documents: bool = True,
+    documents: bool = True, limits: Limits = LIMITS,
 ) -> CountedStep:  # fmt: skip
     """Count the step of the rank at `coord`, by default the first, on a mesh of these sizes.
 
@@ -33,9 +33,10 @@ def count(
         coord: The rank's coordinates; an axis that is left out is at 0.
         backend: "gloo" counts the buffers of its collectives too, "abstract" only their results.
         documents: Whether a row has several documents, which attention hides from each other.
+        limits: The thresholds at which the step's code changes.
     """
     memory = PeakMemory()
-    step = run(settings, AbstractMesh(sizes, coord, backend), documents, NUMBERS, memory)
+    step = run(settings, AbstractMesh(sizes, coord, backend), documents, NUMBERS, memory, limits)
     return replace(step, peaks={line: peak - step.params - step.state for line, peak in memory.peaks_by_line().items()})
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
+from typing import NamedTuple
 
 from scaling import tree
 from scaling.common.limits import LIMITS, Limits
@@ -28,6 +29,22 @@ LEAST = dict.fromkeys((*"EKGHbTYDFVXPSO", "row", "copies"), 31) | {"El": 11, "J"
 ENDLESS = 1 << 62
 
 
+class Loops(NamedTuple):
+    """The lengths of a step's loops.
+
+    They are the layers, the microbatches, the stages, of which the rank is at `stage`, the receives that it posts
+    ahead, the experts of a rank and the chunks of the loss.
+    """
+
+    layers: int
+    microbatches: int
+    stages: int = 1
+    stage: int = 0
+    ahead: int = LIMITS.ahead
+    experts: int = 1
+    chunks: int = 1
+
+
 @dataclass(frozen=True)
 class Structure:
     """A step to be traced: a run's settings and its mesh, whose sizes are primes, one for each symbol."""
@@ -44,19 +61,18 @@ class Structure:
 
 def structure_of(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str, documents: bool,
-    loops: tuple[int, int, int, int], least: Mapping[str, int] = LEAST,
+    loops: Loops, least: Mapping[str, int] = LEAST,
 ) -> Structure:  # fmt: skip
     """Return the structure of a step, to be traced with these loops.
 
-    The loops are the layers, the microbatches, the experts of a rank and the chunks of the loss. Each symbol's prime is
-    at least its `least`. Where a size of the run is 1 on a rank, it is 1 in the structure, because torch copies such
-    arrays less often.
+    Each symbol's prime is at least its `least`. Where a size of the run is 1 on a rank, it is 1 in the structure,
+    because torch copies such arrays less often.
 
     Raises:
         NotMonomial: The step has sizes that are not products.
     """
-    model, (L, M, El, J) = settings.model, loops
-    Y, Z, C = (sizes.get(axis, 1) for axis in "YZC")
+    model, (L, M, Z, z, ahead, El, J) = settings.model, loops
+    Y, C = (sizes.get(axis, 1) for axis in "YC")
     odd = settings.optimizer == "muon" or settings.adapters or settings.precision
     odd = odd or model.rotary_share != 1 or model.dropout  # a part of H, and masks of the whole batch
     if odd or model.capacity or model.latent or model.linear or model.expert_groups > 1:
@@ -95,8 +111,13 @@ def structure_of(
     changes |= {"unrotated": tuple(l for l in model.unrotated if l < L)}
     changes |= {"E": El * E} if model.moe else {}
     changes |= {"F_shared": at["S"]} if model.shared else {}
+<<<<<<< HEAD
     changes |= {"F_dense": at["O"], "dense_layers": dense} if model.dense else {}
     axes = {axis: at.get(axis, n) for axis, n in sizes.items() if n > 1} or {"X": 1}
+=======
+    changes |= {"F_dense": at["O"]} if model.dense_layers else {}
+    axes = {axis: at.get(axis, n) for axis, n in {**sizes, "Z": Z}.items() if n > 1} or {"X": 1}
+>>>>>>> f2623da0 (Count a deep pipeline's memory from short pipelines)
     small = replace(
         Settings(model.with_(**changes), "", ""), microbatches=M, seq=at["T"], dtype=settings.dtype,
         batch=M * at["b"] * prod(axes.get(axis, 1) for axis in "PXE"), remat=settings.remat, zero=settings.zero,
@@ -106,12 +127,12 @@ def structure_of(
     if packed := packed_sizes(settings, sizes):
         sums += tuple(packed_sizes(small, axes, ENDLESS).items())
     logits = 4 * at["b"] * at["T"] // C * (at["V"] // Y)
-    limits = Limits(logits // J if J > 1 else ENDLESS, ENDLESS if packed else 0, p["row"])
+    limits = Limits(logits // J if J > 1 else ENDLESS, ENDLESS if packed else 0, p["row"], ahead)
     symbols = Symbols(tuple(order), sums, tuple(sorted(counted)))
     if symbols.collide and least["T"] < 100:
         more = {**least, "T": least["T"] + 6, "E": least["E"] + 6}
         return structure_of(settings, sizes, coord, backend, documents, loops, more)
-    on = tuple(axes.items()), tuple((coord or {}).items()), backend
+    on = tuple(axes.items()), tuple({**(coord or {}), **({"Z": z} if Z > 1 else {})}.items()), backend
     return Structure(small, *on, documents, limits, symbols, pairs)
 
 

@@ -98,6 +98,7 @@ def test_no_mesh_of_a_model_with_experts_is_planned_with_a_remat_that_its_step_r
 
 DENSE, MIXTRAL, WIDE = (get(name).with_(V=8192) for name in ("llama3-8b", "mixtral-8x7b", "llama3-405b"))
 TIED = DENSE.with_(D=1024, F=4096, N=16, K=4, H=64, tied=True)
+LATENT = get("deepseek-v3").with_(D=512, F=256, N=8, K=8, E=8, k=2, V=8200, dense_layers=1, F_dense=512)
 WINDOWS = DENSE.with_(L=7, window=(512, None, 512, None, 512, None, 512))
 COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of so many sequences; remat, ZeRO, pipeline
     (DENSE, 5, "X=4,C=2", 0, 5, 40, "matmuls", 3, "1f1b"),
@@ -106,7 +107,11 @@ COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of s
     (TIED, 8, "Z=2,C=2", 1, 4, 4, "none", 0, "zb-h1"),  # of a schedule the lines alone are mixed
     (TIED, 2, "Z=2", 0, 21, 42, "none", 3, "1f1b"),
     (TIED, 4, "Z=4", 2, 21, 42, "none", 3, "1f1b"),
-    (TIED, 5, "Z=2", 0, 26, 26, "none", 3, "interleaved:2"),
+    (TIED, 29, "Z=6", 0, 21, 42, "block", 1, "1f1b"),
+    (TIED.with_(V=9216, tied=False), 29, "Z=6,Y=2", 5, 21, 42, "none", 3, "1f1b"),
+    (TIED.with_(V=9216), 24, "Z=12", 0, 12, 12, "none", 3, "1f1b"),
+    (TIED, 27, "Z=4", 0, 24, 24, "block", 3, "interleaved:2"),
+    (LATENT, 11, "Z=5,E=2", 0, 20, 40, "block", 3, "1f1b"),
     (WIDE, 20, "P=4,Z=2,X=4,Y=16", 0, 2, 256, "block", 3, "1f1b"),  # few layers hold most activations, many gradients
 ]
 

@@ -111,7 +111,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     last = {name: W for name, W in ends.items() if name != "positions" and (name != "embed" or config.tied)}
     given = stacks_of(params), last, x, rows, mesh, schedule, loss_of, stage
     out = empty_gradients(step, trained, params[trained])
-    loss, grads = pipeline.with_ends(*given, dtype=step.sums, differentiated=True, out=out)
+    loss, grads = pipeline.with_ends(*given, dtype=step.sums, differentiated=True, out=out, ahead=step.limits.ahead)
     extra: Any = 0.0
     if config.moe:
         extra = all_reduce("Loss[] {U_ZPXECY} -> Loss[]", torch.stack(extras).sum(), mesh)
