@@ -124,6 +124,7 @@ def short_pipelines(
     rounds = settings.pipeline.startswith("interleaved")
     if Z <= 3 or z not in (0, Z - 1) or settings.optimizer == "muon" or period(model) > 1:
         return []
+    dense = len(model.dense)
     if settings.schedule_on(sizes) and not rounds:
         return []
     few = 2  # the stages of the shorter pipeline
@@ -134,12 +135,12 @@ def short_pipelines(
     else:
         return []
     chunks = chunks_on(settings, sizes)
-    layers, more = divmod(model.L - model.dense_layers, Z * chunks)
+    layers, more = divmod(model.L - dense, Z * chunks)
     per_stage = samples(layers, 1, 2)
     deepest = per_stage[-1][1]
 
     def depth(n: int, M: int, stages: int = few, ahead: int = 1) -> Loops:
-        L = model.dense_layers + n * stages * chunks + more // Z * stages + (more % Z > 0)
+        L = dense + n * stages * chunks + more // Z * stages + (more % Z > 0)
         return Loops(L, M, stages, z and stages - 1, ahead)
 
     found: Counter[Loops] = Counter()
@@ -190,11 +191,7 @@ def traced_depths(
         layers = [(Fraction(1), model.L)]
     batches = samples(M, Z if chunks > 1 else 1, full)
     z = (coord or {}).get("Z", 0)
-    if memory or z == 0 or len(layers) == 1:
-        return [(a * b, Loops(L, m, Z, z)) for (a, L), (b, m) in product(layers, batches)]
-    first, more = layers[0][1], layers[1]  # a layer adds as much work on any stage, so the first one tells it
-    parts = (Fraction(1), first, z), (more[0], more[1], 0), (-more[0], first, 0)
-    return [(a * b, Loops(L, m, Z, stage)) for (a, L, stage), (b, m) in product(parts, batches)]
+    return [(a * b, Loops(L, m, Z, z)) for (a, L), (b, m) in product(layers, batches)]
 
 
 def chunks_on(settings: Settings, sizes: Mapping[str, int]) -> int:
@@ -272,12 +269,16 @@ class Symbolic(Numbers):
 
     def sent(self, event: Event) -> Shares:
         """Return the bytes that a rank sends, as a share of the bytes that its group gathers or reduces."""
-        if set(event.axes) <= {"Z", "C"}:
+        fixed = set(event.axes) <= {"Z", "C"}
+        if event.op in ("Send", "Recv", "CollectivePermute"):
             return Shares({self.of(event.wire_bytes).single: 1})
         over, under = share_of_sent(event.op, prod(self.mesh.get(axis, 1) for axis in event.axes))
-        if event.wire_bytes != event.nbytes * over // under:
-            raise NotMonomial(f"{event}: a rank sends {event.wire_bytes} of {event.nbytes} bytes")
-        return Shares({self.of(event.nbytes).single: 1})
+        monomial, n = self.of(event.nbytes).single
+        if event.wire_bytes == event.nbytes * over // under:
+            return Shares({(monomial, n * Fraction(over, under) if fixed else n): 1})
+        if fixed:  # it is the root, or another rank
+            return Shares({self.of(event.wire_bytes).single: 1})
+        raise NotMonomial(f"{event}: a rank sends {event.wire_bytes} of {event.nbytes} bytes")
 
 
 def counted(settings: Settings, *given: Any) -> CountedStep:

@@ -111,13 +111,8 @@ def structure_of(
     changes |= {"unrotated": tuple(l for l in model.unrotated if l < L)}
     changes |= {"E": El * E} if model.moe else {}
     changes |= {"F_shared": at["S"]} if model.shared else {}
-<<<<<<< HEAD
     changes |= {"F_dense": at["O"], "dense_layers": dense} if model.dense else {}
-    axes = {axis: at.get(axis, n) for axis, n in sizes.items() if n > 1} or {"X": 1}
-=======
-    changes |= {"F_dense": at["O"]} if model.dense_layers else {}
     axes = {axis: at.get(axis, n) for axis, n in {**sizes, "Z": Z}.items() if n > 1} or {"X": 1}
->>>>>>> f2623da0 (Count a deep pipeline's memory from short pipelines)
     small = replace(
         Settings(model.with_(**changes), "", ""), microbatches=M, seq=at["T"], dtype=settings.dtype,
         batch=M * at["b"] * prod(axes.get(axis, 1) for axis in "PXE"), remat=settings.remat, zero=settings.zero,

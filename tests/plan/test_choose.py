@@ -16,7 +16,7 @@ from scaling.plan.report import size
 from scaling.plan.transformer_step import cost_table, predict_transformer
 from scaling.spec.sizes import parse_mesh
 from scaling.train import command, dry
-from scaling.train.programs import step_by_symbols
+from scaling.train.programs import step_by_symbols, step_memory
 from scaling.train.settings import Settings
 from scaling.train.step_count import count
 
@@ -108,7 +108,7 @@ COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of s
     (TIED, 2, "Z=2", 0, 21, 42, "none", 3, "1f1b"),
     (TIED, 4, "Z=4", 2, 21, 42, "none", 3, "1f1b"),
     (TIED, 29, "Z=6", 0, 21, 42, "block", 1, "1f1b"),
-    (TIED.with_(V=9216, tied=False), 29, "Z=6,Y=2", 5, 21, 42, "none", 3, "1f1b"),
+    (TIED, 29, "Z=8,Y=2", 7, 21, 42, "none", 3, "1f1b"),
     (TIED.with_(V=9216), 24, "Z=12", 0, 12, 12, "none", 3, "1f1b"),
     (TIED, 27, "Z=4", 0, 24, 24, "block", 3, "interleaved:2"),
     (LATENT, 11, "Z=5,E=2", 0, 20, 40, "block", 3, "1f1b"),
@@ -122,8 +122,10 @@ def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, s
     some = Settings(model.with_(L=L), "", "", sequences, 1024, microbatches=M, dtype="bf16", remat=remat, zero=zero)
     given = replace(some, pipeline=pipeline), parse_mesh(mesh), {"Z": z} if z else None, "gloo"
     few, whole = step_by_symbols(*given), count(*given)
-    assert replace(few, peaks={}) == replace(whole, peaks={})
+    assert replace(few, peaks={}, plain=whole.plain) == replace(whole, peaks={})
+    assert few.plain == pytest.approx(whole.plain, rel=1e-3)  # targets are picked from those of all microbatches
     assert few.memory == pytest.approx(whole.memory, rel=1e-3)
+    assert step_memory(*given[:2], given[2] or {}, "gloo") == pytest.approx(few.memory, rel=1e-9)
     assert step_by_symbols(*given, memory=False).lines == whole.lines
     for axes, calls in whole.by_axes().items():
         of_axes = [each for line, each in whole.lines.items() if "".join(line.axes) == axes]
