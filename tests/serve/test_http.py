@@ -75,7 +75,7 @@ TOO_LONG = ("127 tokens are left", "has 128 tokens", "has 128 characters")
 REFUSED = {  # by the words of the reason, beside what `python -m scaling.serve` refuses in a file: (field, body)
     "no prompt": ("prompt", {"prompt": None}), "prompt is empty": ("prompt", {"prompt": ""}),
     "neither a text nor": ("prompt", {"prompt": 3}), "token 256": ("prompt", {"prompt": [256]}),
-    "n=65": ("n", {"n": 65}), "max_tokens=0": ("max_tokens", {"max_tokens": 0}), "top_p=0": ("top_p", {"top_p": 0}),
+    "n=65": ("n", {"n": 65}), "max_tokens=0": ("max_tokens", {"max_tokens": 0}), "top_p is 0": ("top_p", {"top_p": 0}),
     "127 tokens are left": ("max_tokens", {"max_tokens": 999}), "field 'zz'": ("zz", {"zz": 1}),
     "has 128 tokens": ("prompt", {"prompt": [1] * 128}), "has 128 characters": ("prompt", {"prompt": "a" * 128}),
     "fix: give 'tiny'": ("model", {"model": "gpt-4"}), "logprobs=6": ("logprobs", {"logprobs": 6}),
