@@ -53,12 +53,12 @@ def modelled(action: Run | Move) -> float:
 
 # %% [markdown]
 # ## Policies, drawn
-# Six requests, one row each, run on a server with room for four at a time (slots). `P` means that the prompt runs, `d`
-# that the request decodes, `.` that it waits, and `>` that its cache moves. With the policy `static`, no request enters
-# before the whole batch is done. With `interleaved`, requests enter at any time, but a prompt stops all others while it
-# runs. With `chunked`, a step has at most 512 tokens, of decodes and of parts of prompts, so nobody stops. With
-# `disaggregated` there are two slices, one for prompts and one for decodes; no decode waits for a prompt, and the
-# caches move between the slices.
+# Six requests, one row each, run on a server with room for four at a time (slots). In a terminal `P` means that the
+# prompt runs, `d` that the request decodes, `.` that it waits, and `>` that its cache moves; on a page these are
+# colours. With the policy `static`, no request enters before the whole batch is done. With `interleaved`, requests
+# enter at any time, but a prompt stops all others while it runs. With `chunked`, a step has at most 512 tokens, of
+# decodes and of parts of prompts, so nobody stops. With `disaggregated` there are two slices, one for prompts and one
+# for decodes; no decode waits for a prompt, and the caches move between the slices.
 
 # %%
 ARRIVALS = [(0.0, 2000, 40), (0.0, 3000, 12), (0.05, 1000, 25), (0.1, 4000, 30), (0.3, 2000, 20), (0.4, 1000, 10)]
