@@ -13,6 +13,7 @@ import pytest
 import test_tokens
 import torch
 from probes import shaken
+from refused import read_table
 from test_decode import CONFIGS
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -36,16 +37,27 @@ LENGTHS = torch.tensor([5, 1, 7, 4])
 B, T, ROOM = len(LENGTHS), 7, 256
 PAGED, INT8 = {"page": 4}, {"dtype": torch.int8}
 SMALL = FORMATS["nvfp4"]._replace(block=2)
-CASES = [("gqa", {}), ("experts", {}), ("deepseek", PAGED)]
-CASES += [("rich", PAGED | {"dtype": torch.float8_e4m3fn, "weights": SMALL})]
-LONG = [("mha", {}), ("mqa", {}), ("rich", {}), ("latent", {}), ("gqa", PAGED), ("rich", PAGED), ("latent", PAGED)]
-LONG += [
-    ("window", {}),
-    ("latent", INT8 | PAGED),
-    ("rich", INT8),
-    ("experts", INT8 | PAGED | {"weights": "int8"}),
-    ("deepseek", INT8),
-]
+SHORT = """
+model     options
+gqa
+experts
+deepseek  PAGED
+rich      PAGED, dtype=torch.float8_e4m3fn, weights=SMALL
+"""
+SWEPT = f"""{SHORT.rstrip()}
+mha
+mqa
+rich
+latent
+gqa       PAGED
+rich      PAGED
+latent    PAGED
+window
+latent    INT8 | PAGED
+rich      INT8
+experts   INT8 | PAGED, weights="int8"
+deepseek  INT8
+"""
 
 
 def watched(graphs: list[Counter]):
@@ -92,11 +104,12 @@ def compared(mesh, name: str, form="heads", steps=20, tolerance=1e-12, compile=N
     return step
 
 
-SHORT = [pytest.param(10, *case, id=", ".join((case[0], *case[1]))) for case in CASES]
-LONG = [pytest.param(200, *case, marks=pytest.mark.sweep, id=", ".join((case[0], *case[1]))) for case in CASES + LONG]
+def cases(table: str, steps: int, marks=()) -> list:
+    rows = read_table(table, globals(), ("model",))
+    return [pytest.param(steps, name, cache, marks=marks, id=", ".join((name, *cache))) for name, cache in rows]
 
 
-@pytest.mark.parametrize(("steps", "name", "cache"), [*SHORT, *LONG])
+@pytest.mark.parametrize(("steps", "name", "cache"), cases(SHORT, 10) + cases(SWEPT, 200, pytest.mark.sweep))
 def test_tokens_are_those_of_decode_by_one_graph_that_reads_nothing(steps, name, cache, monkeypatch):
     monkeypatch.setattr(fixed, "LEAST", ROOM)  # one bucket, of all places and pages
     monkeypatch.setattr(fixed.Steps, "rounded", lambda self, n: n if n == 1 else ROOM // 4)
@@ -184,17 +197,28 @@ def test_on_the_meta_device_where_every_read_is_an_error(name, monkeypatch):
 
 
 CONFIGS |= {f"{name}, 1 layer": CONFIGS[name].with_(L=1) for name in ("gqa", "experts")}
-MESHES = [({"Z": 2}, "gqa, 1 layer", "sequence", {}), ({"E": 2}, "experts, 1 layer", "heads", {})]
-MORE = [({"Y": 2}, "gqa", "heads", {}), ({"Z": 2}, "gqa", "sequence", {}), ({"E": 2}, "experts", "heads", {})]
-MORE += [({"X": 2}, "rich", "2d", PAGED | INT8), ({"Y": 2}, "deepseek", "experts", {})]
-MORE += [({"Z": 2}, "experts", "heads_batch", PAGED), ({"E": 2, "Y": 2}, "deepseek", "experts", {})]
-MORE += [
-    ({"Y": 2}, "rich", "heads", PAGED | INT8),
-    ({"Y": 2}, "latent", "heads", {}),
-    ({"Y": 2}, "mqa", "heads", PAGED),
-]
-MORE += [({"Z": 2}, "gqa", "heads", PAGED), ({"Z": 2}, "gqa", "heads_batch", {}), ({"Z": 2}, "latent", "sequence", {})]
-MORE += [({"Y": 2, "Z": 2}, "gqa", "heads_batch", PAGED)]
+COLUMNS = "mesh  model  form  options\n"
+FEW = """
+Z=2  gqa, 1 layer      sequence
+E=2  experts, 1 layer  heads
+"""
+MORE = """
+Y=2      gqa       heads
+Z=2      gqa       sequence
+E=2      experts   heads
+X=2      rich      2d           PAGED | INT8
+Y=2      deepseek  experts
+Z=2      experts   heads_batch  PAGED
+E=2,Y=2  deepseek  experts
+Y=2      rich      heads        PAGED | INT8
+Y=2      latent    heads
+Y=2      mqa       heads        PAGED
+Z=2      gqa       heads        PAGED
+Z=2      gqa       heads_batch
+Z=2      latent    sequence
+Y=2,Z=2  gqa       heads_batch  PAGED
+"""
+MESHES, MORE = (read_table(COLUMNS + rows.strip(), globals(), ("model", "form")) for rows in (FEW, MORE))
 
 
 def on_a_mesh(mesh, name, form, cache) -> dict[str, int]:

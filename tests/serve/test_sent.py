@@ -4,6 +4,7 @@ that is moved from the mesh that prefills to the mesh that decodes: bitwise, by 
 import pytest
 import torch
 from machine import on_ranks
+from refused import read_table
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import serve, tree
@@ -18,20 +19,25 @@ from scaling.trace import trace
 CONFIG = Config("plain", 2, 16, 24, 4, 2, 8, 32, qk_norm=True)
 LATENT = CONFIG.with_(K=4, qk_norm=False, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
 B, S, LENGTHS = 4, 8, [5, 2, 7, 3]
-SOURCES = [  # (mesh of ranks 0 to 3, form, page, dtype)
-    ({"Y": 4}, "heads", None, torch.float32),  # K < Y: two copies of a head
-    ({"Z": 2, "Y": 2}, "heads", 3, torch.bfloat16),
-    ({"Y": 2, "Z": 2}, "heads_batch", None, torch.int8),
-    ({"Z": 4}, "heads_batch", None, torch.float8_e4m3fn),
-    ({"Z": 2, "Y": 2}, "sequence", None, torch.float64),
-    ({"X": 2, "Y": 2}, "2d", 4, torch.float32),
-]
-TARGETS = [  # of ranks 4 to 7: (mesh, form, page, places of a row)
-    ({"Y": 4}, "heads", None, S),
-    ({"Y": 2, "Z": 2}, "heads", 3, 12),
-    ({"Z": 4}, "sequence", None, 12),
-    ({"Y": 2, "X": 2}, "2d", 4, S),
-]
+# of ranks 0 to 3; where K < Y, two copies of a head
+FROM = """
+mesh     form         page  dtype
+Y=4      heads        None  torch.float32
+Z=2,Y=2  heads        3     torch.bfloat16
+Y=2,Z=2  heads_batch  None  torch.int8
+Z=4      heads_batch  None  torch.float8_e4m3fn
+Z=2,Y=2  sequence     None  torch.float64
+X=2,Y=2  2d           4     torch.float32
+"""
+# of ranks 4 to 7
+TO = """
+mesh     form      page  places of a row
+Y=4      heads     None  S
+Y=2,Z=2  heads     3     12
+Z=4      sequence  None  12
+Y=2,X=2  2d        4     S
+"""
+SOURCES, TARGETS = (read_table(table, globals(), ("form",)) for table in (FROM, TO))
 PAIRS = [(CONFIG, source, TARGETS[(i + 1 + n) % 4]) for i, source in enumerate(SOURCES) for n in range(2)]
 PAIRS += [(LATENT, source, TARGETS[i % 3]) for i, source in enumerate(SOURCES[:4])]
 

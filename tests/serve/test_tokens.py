@@ -12,6 +12,7 @@ import stored
 import test_engine
 import torch
 from probes import shaken
+from refused import read_table
 from test_decode import CONFIGS, PLAIN
 
 from scaling import serve, tree
@@ -179,14 +180,16 @@ def test_generate(draft):
         assert generated(draft=drafted(draft)[::-1]) == each()  # in either order
 
 
-MESHES = [
-    ({"Y": 2, "Z": 2}, "dense", "sequence", "generate", "small"),
-    ({"Z": 2, "Y": 2}, "dense", "heads", "chunked", "small"),
-    ({"Z": 2}, "dense", "heads_batch", "interleaved", None),
-    ({"Z": 2, "Y": 2}, "linear", "heads", "disaggregated", None),
-    ({"E": 2}, "experts", "heads", "disaggregated", None),
-    ({"E": 2, "Y": 2}, "deepseek", "experts", "static", None),
-]
+TABLE = """
+mesh     model     form         policy         draft
+Y=2,Z=2  dense     sequence     generate       "small"
+Z=2,Y=2  dense     heads        chunked        "small"
+Z=2      dense     heads_batch  interleaved    None
+Z=2,Y=2  linear    heads        disaggregated  None
+E=2      experts   heads        disaggregated  None
+E=2,Y=2  deepseek  experts      static         None
+"""
+MESHES = read_table(TABLE, {}, ("model", "form", "policy"))
 
 
 @pytest.mark.parametrize(("sizes", "name", "form", "policy", "draft"), MESHES)
