@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scaling.common.arguments import shortened, whole
-from scaling.common.console import Parser, complaining, integer, number, significant, table, whole_count
+from scaling.common.console import Parser, complaining, integer, number, parse_count, significant, table, whole_count
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.hardware import CHIPS, Chip, Level, chip
@@ -166,14 +166,12 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
 
 def quantity(text: str) -> float:
     """Read a number of bytes: "24GB" and "32e9" are decimal, "24GiB" is binary."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(i(?=B$))?B?", text, re.ASCII)
+    unit = 1024 if text.endswith("iB") else 1000
+    units = {name: unit**i for i, name in enumerate(("", "k", "M", "G", "T"))}
     try:
-        value = float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ") if match else 0.0
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e30:
-        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number of bytes; fix: write it as 24GB")
-    return value
+        return parse_count(re.sub(r"\s+(?=[kMGTB])|i?B$", "", text, flags=re.ASCII), units)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number of bytes; fix: write it as 24GB") from error
 
 
 def _parser() -> Parser:

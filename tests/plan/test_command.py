@@ -88,7 +88,7 @@ SAID = [  # arguments, exit status, what is said among other things
     ("guide --model llama3-8b --gpu v5p", 2, ["is a tpu"]),
     (f"{SERVE} --chips 16 --pareto", 0,
      ["Take: ", "4x4, 16 chips", "no wraparound", "KV cache int8", "Binds: ", "prefill servers", "Others, as forecast:",
-      "What would change it:", "Latency against throughput, as forecast; --tpot", "balanced", "with weights alone"]),
+      "What would change it:", "Latency against throughput, as forecast (balanced:", "with weights alone"]),
     (LOAD, 0, ["Simulated: 8 requests, 4 a second, interleaved on one slice"]),
     (f"{SERVE} --latency 1", 1, ["nothing is fast enough: the fastest step is"]),
     (f"{SERVE} --chips 16 --batch 4096", 0, ["Of 4,096 requests", "fit at once in each replica; the others wait."]),

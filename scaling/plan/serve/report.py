@@ -160,9 +160,14 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     spent = ", ".join(f"{name} {1e3 * part:.3g}" for name, part in likely.parts.items() if part)
     lines = [asked(s, best.chip), *counted_without(s.config), ""]
     if objective == "throughput" and not (s.latency or s.ttft or s.tpot or fixed.get("batch")):
-        lines += ["Latency against throughput, as forecast; --tpot and --ttft set limits in ms:"]
+        lines += ["Latency against throughput, as forecast (balanced: the fastest at half of the most tokens/s):"]
         choices = tradeoff(found)
-        lines += [plan_table([*choices.values()], dollars, [*choices]), "", "The most tokens/s by the bound:"]
+        lines += [
+            plan_table([*choices.values()], dollars, [*choices]),
+            "--tpot and --ttft set limits, in ms.",
+            "",
+            "The most tokens/s by the bound:",
+        ]
     lines += [
         f"Take:       {named_slices(best)}, {used} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
         f"{_mesh(best)}; batch {best.batch:,}",
@@ -209,9 +214,9 @@ def front(found: Sequence[ServingPlan]) -> list[ServingPlan]:
 
 
 def tradeoff(found: Sequence[ServingPlan]) -> dict[str, ServingPlan]:
-    """Return both ends of the front, and the plan with the most tokens/s for each second that a token takes."""
+    """Return both ends of the front, and the fastest token at half of the most tokens/s."""
     kept = front(found)
-    balanced = max(kept, key=lambda one: one.served / one.tpot)
+    balanced = next(one for one in kept if 2 * one.served >= kept[-1].served)
     return {"fastest token": kept[0], "balanced": balanced, "most tokens/s": kept[-1]}
 
 
