@@ -28,6 +28,7 @@ LATENT = PLAIN.with_(name="latent", K=4, theta=1e4, latent=Latent(q_rank=12, kv_
 UNRANKED = LATENT.with_(name="unranked", latent=Latent(q_rank=0, kv_rank=10, nope=6, rope=4, value=8))
 DEEP = LATENT.with_(name="deep", E=4, k=2, shared=1, routing="sigmoid", norm_topk=True)
 FIRST = DEEP.with_(name="first", L=3, dense_layers=1, F_dense=20)
+BETWEEN = FIRST.with_(name="between", dense_layers=(1,))
 EVERY = Lora(3, ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"), 6.0)
 ALL = Lora(3, tuple(name for name in MATRICES if name not in ("W_Q", "W_K", "W_V", "W_G")), 6.0)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -45,7 +46,7 @@ EXPERTS                      EVERY                       X=2,E=2
 EXPERTS                      EVERY                       E=2,Y=2  remat="block"
 EXPERTS.with_(aux_coef=0.0)  Lora(2, ("W_out", "W_Q"))   P=2,C=2
 DEEP                         ALL                         E=2,Y=2
-FIRST                        ALL                         X=2,E=2  microbatches=2
+BETWEEN                      ALL                         X=2,E=2  microbatches=2
 FIRST                        ALL                         X=2,Y=2  remat="block"
 PLAIN                        EVERY                       Z=2      microbatches=2
 GATED                        Lora(2, ("W_G",))           X=2,Y=2
