@@ -199,9 +199,8 @@ def _dense_layers(read: dict, L: int) -> list[int]:
     if (listed := read.get("moe_layers")) is not None:
         return [i for i in range(L) if i not in listed]
     steps = [key for key in ("decoder_sparse_step", "interleave_moe_layer_step") if read.get(key) is not None]
-    step = _interval(read, steps[0]) if steps else 1
-    dense = set(read.get("mlp_only_layers") or ())
-    return [i for i in range(L) if (i + 1) % step or i in dense]
+    dense = set(read.get("mlp_only_layers") or ())  # of these a class does not ask whether their number divides
+    return [i for i in range(L) if i in dense or (steps and (i + 1) % _interval(read, steps[0]))]
 
 
 def _interval(read: dict, key: str) -> int:
