@@ -237,13 +237,14 @@ class Layers:
             self.settle()  # else whole gradients would be held while the next microbatch runs forward
         return dx
 
-    def add(self, l: int, dW: Sequence, reduces: bool) -> None:
+    def add(self, l: int, dW: list, reduces: bool) -> None:
         """Add layer l's gradients, tensors or deferred products, to its sums; start to reduce them if `reduces`.
 
-        Buckets are counted from the last layer down, so a bucket is full with the first of its layers.
+        Buckets are counted from the last layer down, so a bucket is full with the first of its layers. `dW` is emptied:
+        else all of a layer's gradients would be held in two dtypes.
         """
-        for grad, g in zip(self.grads, dW, strict=True):
-            grad.accumulate(l, g)
+        for grad in self.grads:
+            grad.accumulate(l, dW.pop(0))
         end = len(self.layers) - (len(self.layers) - 1 - l) // self.bucket * self.bucket
         if reduces and l == max(0, end - self.bucket):
             self.start(l, end)
