@@ -73,11 +73,10 @@ def ladder(gpus: int, node: int, model: LayerWork) -> Iterator[Rung]:
 
 @dataclass(frozen=True)
 class Climbed:
-    """A rung with its estimate; `fits` within the usable memory."""
+    """A rung with its estimate."""
 
     rung: Rung
     found: Estimate
-    fits: bool
 
 
 def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
@@ -88,7 +87,7 @@ def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
         sizes = dict.fromkeys(AXES, 1) | dict(rung.sizes)
         chips = gpus if rung.sizes else 1
         if found := search(job, gpu, chips, Fixed(tuple(sizes.items()), rung.remat, zero=rung.zero)).found:
-            steps.append(Climbed(rung, found[0], found[0].fits))
+            steps.append(Climbed(rung, found[0]))
     if not steps:
         raise ValueError(
             f"{job.sequences:,} sequences are too few for {gpus} GPUs; fix: give --sequences {gpus} or more"
@@ -99,18 +98,15 @@ def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
 def choose_rung(steps: list[Climbed]) -> Climbed | None:
     """Return the lowest rung that fits, uses all GPUs and is at most 10% slower than the fastest; None if none fits."""
     most = max(step.found.chips for step in steps)
-    able = [step for step in steps if step.fits and step.found.chips == most]
+    able = [step for step in steps if step.found.fits and step.found.chips == most]
     fastest = min((step.found.forecast for step in able), default=0.0)
     return next((step for step in able if step.found.forecast <= 1.1 * fastest), None)
 
 
 def frugal_rungs(job: Job, gpu: Chip, gpus: int) -> list[tuple[Frugal, Climbed]]:
     """Return the ways to train in less memory that fit, each with its rung."""
-    found = []
-    for way in frugal_ways(job):
-        if chosen := choose_rung(climb(way.job, gpu, gpus)):
-            found.append((way, chosen))
-    return found
+    tried = [(way, choose_rung(climb(way.job, gpu, gpus))) for way in frugal_ways(job)]
+    return [(way, chosen) for way, chosen in tried if chosen]
 
 
 def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, bool]:
@@ -127,7 +123,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
             layout.microbatches,
             *(size(float(x)) for x in (states, own.total - states, own.total)),
         ]
-        rows.append([*row, "yes" if step.fits else "no", *([f"{step.found.forecast:.3g}"] if timed else [])])
+        rows.append([*row, "yes" if step.found.fits else "no", *([f"{step.found.forecast:.3g}"] if timed else [])])
     head = ["", "GPUs", "microbatches", "params, grads,\noptimizer", "activations,\nworking", "a GPU holds", "fits"]
     state = job.param_bytes + job.grad_bytes + job.optimizer_bytes
     lines = [
@@ -141,7 +137,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
     ]
     if chosen := choose_rung(steps):
         lines += [f"Take: {chosen.rung.name}", f"      {chosen.rung.how}"]
-        if chosen.rung.sizes and steps[0].fits and not steps[0].rung.sizes:
+        if chosen.rung.sizes and steps[0].found.fits and not steps[0].rung.sizes:
             lines += ["The model fits one GPU: more of them make it faster, not possible."]
         if timed and chosen.found.cost.bound != "compute":
             lines += ["It is bound by communication: a larger batch, or faster links, would help."]
