@@ -247,3 +247,7 @@ def served(mesh, family: str, form: str) -> list[list[int]]:
 def test_it_is_served_by_every_form(ranks, form, family):
     sizes = dict.fromkeys((FORMS | {"experts": "EY", "2d": "XY"})[form], 2)
     assert ranks(served, sizes, family, form) == [greedy(family, 6)] * 4
+
+
+def test_a_sink_counts_once_where_no_rank_splits_the_sequence(ranks):
+    assert ranks(served, {"Y": 2}, "gpt oss", "sequence") == [greedy("gpt oss", 6)] * 2
