@@ -271,8 +271,8 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     if remat == "matmuls":
         return matmuls
     attended = {"heads": Q, "statistics": config.N} if remat != "attention" else {}  # Q and K are kept rotated
-    if config.moe:  # the rows that experts receive, and the rows that they return
-        norms += 2 * config.k * D
+    if config.moe:  # the rows that experts receive, those that they return, their sum, and the router's input in fp32
+        norms += (2 * config.k + 2) * D
     return matmuls | {"norms": norms} | attended | {"activation": F, "product": F if config.gated else 0}
 
 

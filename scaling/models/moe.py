@@ -68,7 +68,7 @@ def choose_experts(
             best = _descending(_comparable(best))
             kept = torch.zeros_like(grouped[..., 0]).scatter(-1, best[..., : config.top_groups], 1.0)
             rank = rank.masked_fill(kept.repeat_interleave(grouped.shape[-1], -1) == 0, -math.inf)
-        return _descending(rank)[..., : config.k]
+        return _descending(rank)[..., : config.k].contiguous()  # a view would keep the order of all E
 
 
 def _comparable(score: Tensor) -> Tensor:

@@ -119,6 +119,11 @@ class Job:
         return -(-self.batch // self.seq)
 
     @property
+    def runs(self) -> bool:
+        """Whether memory is that of `scaling.train`, which shards over fsdp alone, and not of a step without waste."""
+        return self.framework == "this" and self.shards == ("fsdp",)
+
+    @property
     def wide(self) -> str:
         """The dtype of the dot products, of the unembedding and of everything that is sent."""
         return "bf16" if DTYPE_BYTES[self.dtype] < 2 else self.dtype

@@ -4,7 +4,7 @@
 strategies run. The planner knows a model by its `LayerWork` alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from scaling.common.arguments import whole
@@ -38,8 +38,10 @@ class LayerWork:
     - `copies`: how often a token is sent over expert, to at most `groups` of the experts' groups
     - `saved`: by policy, the elements saved for backward per token: (split over tensor, not split); `operands` of it
       are matmuls' operands
-    - `inner`: the elements that a layer's backward pass holds at once per token, besides [tokens, D]; `late`: the part
-      of it that has been dropped when the deferred products are due
+    - `again`: by policy, the elements computed again per token, as in `saved`, for attention and for the MLP
+    - `inner`: cotangents that an MLP's backward pass holds at once per token, besides [tokens, D]; `late`: the part of
+      them that has been dropped when the deferred products are due
+    - `masks`: how many masks of documents and windows the layers share
     - `queries`: a token's, in all heads
     - `passes`: a token's elements that are read from memory or written to it in a forward pass, by matmuls and between
       them
@@ -70,6 +72,8 @@ class LayerWork:
     ends: tuple[float, float]
     tied: bool = False
     up: float = 0.5
+    again: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
+    masks: int = 0
 
     @property
     def blocks(self) -> int:
@@ -128,19 +132,30 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
             policy: (kept[policy] - widths[policy].get("norms", 0), widths[policy].get("norms", 0))
             for policy in tm.POLICIES
         },
-        inner=inner(config), late=0,
+        again={policy: again(config, policy) for policy in tm.POLICIES}, masks=len({*config.windows}),
+        inner=config.matrices * (config.F * config.k + config.S), late=0,
         operands=sum(widths["none"].get(name, 0) for name in ("norms", "heads", "product")), passes=passes(config),
         ends=(config.D * config.V, config.D * config.V), tied=config.tied, up=(config.matrices - 1) / config.matrices,
     )  # fmt: skip
 
 
-def inner(config: Config) -> float:
-    """Return the elements per token whose cotangents a layer's backward pass holds at once.
+def again(config: Config, policy: str) -> tuple[float, float, float, float]:
+    """Return the elements that a backward pass computes again per token: of attention, then of the MLP.
 
-    These are the cotangents of an MLP or of attention, and of a norm.
+    Each has two numbers, of elements that are split over tensor, and of those that are not. "block" computes all of a
+    layer again, and attention's before the MLP's backward; Q and K are then held before and after their rotation.
     """
-    wide = config.F * config.k + config.S
-    return max(config.matrices * wide, 3 * config.N * config.H + 3 * config.K * config.H) + 3 * config.D
+    rows, D = tm.saved_widths(config, "none"), config.D
+    Q, K = config.N * config.H, config.K * config.H
+    attention = 2.0 * Q + K  # Q and K rotated, and O
+    heads = sum(rows[name] for name in rows if name in ("Q", "K", "V", "A_Q", "A_KV", "KV"))
+    mlp = rows["activation"] + rows["product"]
+    block = attention + heads + D, D, mlp + rows["Tmp"], D
+    if config.moe:  # the router's input in fp32, two rows for each expert, and their sum
+        block = (*block[:2], block[2] + D, (2 + 2 * config.k) * D)
+    nothing = 0.0, 0.0, 0.0, 0.0
+    of = {"block": block, "matmuls": (attention, D, mlp, D), "attention": (attention, 0.0, 0.0, 0.0), "none": nothing}
+    return of[policy]
 
 
 def passes(config: Config) -> float:

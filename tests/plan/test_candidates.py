@@ -108,7 +108,7 @@ REMAT = [  # the policy that is best for a model, sizes, sequences, their tokens
     ("none", L8, (("tensor", 8),), 8, 8192),  # all is held
     ("attention", L8, (("fsdp", 8),), 8, 10_752),  # "none" just does not fit
     ("matmuls", L70, (("fsdp", 8), ("tensor", 8)), 128, 8192),
-    ("block", L70, (("fsdp", 8), ("tensor", 8)), 8, 32768),  # nothing else fits
+    ("block", L70, (("fsdp", 8), ("tensor", 8)), 8, 65536),  # nothing else fits
 ]
 
 
