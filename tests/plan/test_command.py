@@ -202,7 +202,7 @@ def test_the_ladder_is_climbed_as_the_model_grows():
     assert taken(2, 8) == "DDP"
     assert taken(20, 8) in ("DDP", "FSDP")
     assert taken(32, 8) == taken(60, 8) == "FSDP"
-    first = next(step for step in guide.climb(Job(L70, 32 * 8192, 8192), H100, 32) if step.fits)
+    first = next(step for step in guide.climb(Job(L70, 32 * 8192, 8192), H100, 32) if step.found.fits)
     assert first.rung.name.startswith("FSDP + checkpointing")
     assert guide.climb(Job(L8, 2**16), H100, 2)[-1].rung.name == "FSDP + checkpointing + TP 2"
 
