@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from refused import refused
+from refused import evaluated, refused
 
 from scaling.configs import get
 from scaling.hardware import chip
@@ -101,10 +101,9 @@ def test_the_command_prints_what_its_json_says(capsys):
     assert "fits 4 h100 neither" in capsys.readouterr().err
 
 
-test_what_is_not_a_count_is_refused = refused({
-    "no prompts": (lambda: replace(ASKED, prompts=0), "prompts"),
-    "a longest that is shorter": (lambda: replace(ASKED, longest=9), "at least the average"),
-    "half a group": (lambda: replace(ASKED, group=1.5), "group"),
-    "no chips": (lambda: divisions(ASKED, H100, 0), "chips"),
-    "too little memory": (lambda: divisions(replace(ASKED, config=get("llama3-405b")), H100, 8), "neither"),
-})  # fmt: skip
+REFUSED = {
+    "replace(ASKED, prompts=0)": "prompts", "replace(ASKED, longest=9)": "at least the average",
+    "replace(ASKED, group=1.5)": "group", "divisions(ASKED, H100, 0)": "chips",
+    "divisions(replace(ASKED, config=get('llama3-405b')), H100, 8)": "neither",
+}  # fmt: skip
+test_what_is_not_a_count_is_refused = refused(evaluated(REFUSED, globals()))
