@@ -42,6 +42,7 @@ class LayerWork:
     - `inner`: cotangents that an MLP's backward pass holds at once per token, besides [tokens, D]; `late`: the part of
       them that has been dropped when the deferred products are due
     - `masks`: how many masks of documents and windows the layers share
+    - `scores`: a token's, with their weights, which are stored where scores are capped
     - `queries`: a token's, in all heads
     - `passes`: a token's elements that are read from memory or written to it in a forward pass, by matmuls and between
       them
@@ -74,6 +75,7 @@ class LayerWork:
     up: float = 0.5
     again: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
     masks: int = 0
+    scores: float = 0
 
     @property
     def blocks(self) -> int:
@@ -133,6 +135,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
             for policy in tm.POLICIES
         },
         again={policy: again(config, policy) for policy in tm.POLICIES}, masks=len({*config.windows}),
+        scores=2 * config.N * seq * (config.score_cap is not None),
         inner=config.matrices * (config.F * config.k + config.S), late=0,
         operands=sum(widths["none"].get(name, 0) for name in ("norms", "heads", "product")), passes=passes(config),
         ends=(config.D * config.V, config.D * config.V), tied=config.tied, up=(config.matrices - 1) / config.matrices,
