@@ -139,11 +139,10 @@ def rows_of_rank(settings: Settings, sizes: Mapping[str, int]) -> int:
 def traced_windows(settings: Settings, sizes: Mapping[str, int], T: int, coord: Mapping[str, int] | None) -> tuple:
     """Return the windows to trace by layer, and ((window, scores per head that the rank's tokens see), ...)."""
     C, windows = sizes.get("C", 1), settings.model.windows
-    if settings.model.chunked:  # attention masks a chunk as a document, and has no further mask for it
+    if settings.model.chunked or C == 1:  # only which layers share a mask matters; a chunk is masked as a document
+        order = [*dict.fromkeys(windows)]
         pairs = ((0, pairs_of_rank(T, C, coord, None)),) if C > 1 else ()
-        return tuple(window and (1 if window < settings.seq else T) for window in windows), pairs
-    if C == 1:
-        return tuple(window and 1 for window in windows), ()
+        return tuple(w and order.index(w) + (1 if w < settings.seq else T) for w in windows), pairs
     half, real = T // (2 * C), settings.seq // (2 * C)
     found = {}
     for window in {*windows}:

@@ -55,7 +55,7 @@ def test_the_byte_model_is_the_formula(residual, norm, activation):
 
 test_a_config = refused(
     {
-        "activation": (lambda: mlp.MLPConfig(activation="tanh"), "'tanh'\n  fix: choose one of none, relu, gelu"),
+        "activation": (lambda: mlp.MLPConfig(activation="tanh"), "activation = 'tanh': one of 'none', 'relu', 'gelu'"),
         "size": (lambda: mlp.MLPConfig(F=0), "F must be at least 1"),
     }
 )

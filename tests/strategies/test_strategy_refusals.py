@@ -106,7 +106,7 @@ REFUSED |= {
     "over_4(form='usp')": "fix: axis=('C', 'Y')", "over_4(axis=('C', 'Y'))": "fix: axis='C', or form='usp'",
     "over_4(window=0)": "window = 0", "over_4(segments=torch.zeros(1, 9, **META))": "segments of shape",
     "over_4(dtype=torch.float32)": "one dtype",
-    "context.work('rings', 24, 4)": "no form 'rings'\n  fix: choose one of ring, zigzag",
+    "context.work('rings', 24, 4)": "form = 'rings': one of 'ring', 'zigzag'",
 }  # fmt: skip
 CALLS |= {f"work {given}": partial(context.work, "ring", **{"T": 24, "C": 4} | given) for given in SIZES}
 CALLS |= {f"{i} {' '.join(given)}": partial(context.attention, Q, K, V, MESH, **given) for i, given in enumerate(SPLIT)}

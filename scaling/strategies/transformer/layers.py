@@ -319,11 +319,11 @@ def stacks_of_kinds(step: TrainStep, params: Mapping) -> LayerStack:
 
     The first layer of a run waits for its weights, which no layer before it gathers.
     """
-    below, kinds = None, step.config.kinds
-    for stack, run in groupby(range(step.config.L), kinds.__getitem__):
-        layers = [*run]
-        given: Any = {"first": layers[0], "count": len(layers), "below": below}
-        below = LayerStack(step, params, stack, start=kinds[: layers[0]].count(stack), **given)
+    below, first, kinds = None, 0, step.config.kinds
+    for stack, run in groupby(kinds):
+        given: Any = {"first": first, "count": len([*run]), "start": kinds[:first].count(stack), "below": below}
+        below = LayerStack(step, params, stack, **given)
+        first += given["count"]
     return cast(LayerStack, below)
 
 
