@@ -135,8 +135,8 @@ def loss_scaled(rule: Optimizer, first: float = 2.0**16, interval: int = 2000) -
         scale, good = state["scale"], state["good"] + 1
         if not finite:
             return params, state | {"scale": scale / 2, "good": torch.zeros_like(good)}
-        if int(good) == interval:
-            scale, good = scale * 2, torch.zeros_like(good)
+        full = good == interval
+        scale, good = torch.where(full, scale * 2, scale), good.masked_fill(full, 0)
         inner = {name: part for name, part in state.items() if name not in ("scale", "good")}
         params, inner = rule.update(grads, inner, params, **options)
         return params, inner | {"scale": scale, "good": good}

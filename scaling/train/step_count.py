@@ -61,7 +61,8 @@ def run(
         _, grads, _ = step(trained, batch if documents else [*batch[:2], None])
         shards = updated.shards(trained)
         if settings.optimizer == "muon":  # Muon's update sends, too
-            optimizer.update(grads, state, shards, donate=True, specs=updated.types, mesh=mesh)
+            scaled = {"finite": True} if "scale" in state else {}
+            optimizer.update(grads, state, shards, donate=True, specs=updated.types, mesh=mesh, **scaled)
         del grads
         updated.whole(shards, trained, donate=True)
     for W in tree.leaves(shards):

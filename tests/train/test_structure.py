@@ -97,7 +97,7 @@ def test_what_is_no_product_of_the_sizes_is_refused_and_counted_at_its_own_sizes
     assert step_by_symbols(learned, {"X": 2}).memory == count(learned, {"X": 2}).memory
     with pytest.raises(ValueError, match="sequences of 17 tokens"):
         step_by_symbols(replace(learned, seq=17), {"X": 2}, documents=False)
-    settings = Settings(tiny, "", "", 20, 16, microbatches=10, optimizer="muon")
+    settings = Settings(tiny, "", "", 20, 16, microbatches=10, optimizer="muon", dtype="fp16")
     assert step_by_symbols(settings, {"X": 2}) == count(settings, {"X": 2})
 
 
