@@ -5,9 +5,10 @@ https://jax-ml.github.io/scaling-book/training
     In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]
 
 FSDP is data parallelism whose AllReduce is split in two. A ReduceScatter leaves each rank a shard of every gradient,
-and the rank keeps only that shard of the params and of Adam's state. AllGathers bring the weights back while they are
-used. None of this is on the critical path. `scaling/strategies/fsdp.py` does the same for L layers, with gathers a
-layer ahead; `zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state, and the gradients, but not the params.
+and the rank keeps only that shard of the params and of Adam's state. AllGathers bring the weights back just before they
+are used. Both can run while another layer computes. `scaling/strategies/fsdp.py` does the same for L layers, with
+gathers that start a layer ahead; `zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state, and the gradients,
+but not the params.
 """
 
 # %% [markdown]
@@ -18,10 +19,10 @@ layer ahead; `zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state,
 #
 # FSDP trades bytes for memory, and it trades well. The AllReduce of a gradient has always been a ReduceScatter and an
 # AllGather: FSDP keeps the first, and the second becomes the AllGather of the weights. Only the gathers of the forward
-# are new, and all of them can run behind the products of another layer. So memory falls to 1/X, while a chip needs no
-# more tokens than under data parallelism. One would not do it where the model fits anyway, or where a chip has so few
-# tokens that gathering the weights takes longer than using them. Then the weights should stay and the activations move:
-# 05_tp.py.
+# are new, and all of them can run behind the products of another layer. So memory falls to 1/X, and a chip needs no
+# more tokens to stay compute-bound than under data parallelism. One would not do it where the model fits anyway, or
+# where a chip has so few tokens that gathering the weights takes longer than using them. Then the weights should stay
+# and the activations move: 05_tp.py.
 
 # %%
 import torch
@@ -44,10 +45,10 @@ X = page.args.mesh["X"]
 
 # %% [markdown]
 # ## First by types alone
-# Again this takes any nn.Module, torch.func.grad, and the types of the params as they are stored and as they are used.
-# Compared with data parallelism, each stored type has one more letter, and nothing else changes. `call` now gathers,
-# because the used types lack the letter. `reduce_grads` has nothing left to do: the transpose of an AllGather is a
-# ReduceScatter, so `grad` has already reduced each gradient to its shard.
+# As in 05_dp.py, all that this takes is an nn.Module, torch.func.grad, and two types for each param: as it is stored
+# and as it is used. Compared with data parallelism, each stored type has one more letter, X, and nothing else changes.
+# `call` now gathers, because the used types lack the letter. `reduce_grads` has nothing left to do: the transpose of an
+# AllGather is a ReduceScatter, so `grad` has already reduced each gradient to its shard.
 
 # %%
 STORED = {"fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]", "fc2.weight": "V[D_X, F]", "fc2.bias": "c[D_X]"}
@@ -69,9 +70,9 @@ listing.show_module(page, gradients, STORED)
 
 # %% [markdown]
 # ## The book's layer, line by line
-# These are the lines that each rank runs. Each AllGather of a weight in the forward has a ReduceScatter of its gradient
-# in the backward, which is its transpose. The backward gathers each weight again, because a rank that kept it from the
-# forward would soon have all layers whole. Act is Tmp after the activation function, which the book leaves out.
+# These are the lines that each rank runs. The transpose of each AllGather of a weight in the forward is a ReduceScatter
+# of its gradient in the backward. The backward gathers each weight again, because a rank that kept it from the forward
+# would soon have all layers whole. Act is Tmp after the activation function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
@@ -120,9 +121,9 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 # %% [markdown]
 # ## When is it bound by communication?
 # The forward takes T_math = 4BDF/(XC) and T_comms = 4DF/W; in the backward both are twice as long. So in both passes
-# the products hide the collectives if B/X > C/W, as under data parallelism. A run that is compute-bound there can
-# switch to FSDP and stays so, with 1/X of the memory. The listing above is counted, in FLOPs and bytes, on 64 abstract
-# TPU v5p that use all three axes of their torus.
+# the products hide the collectives if B/X > C/W, as under data parallelism. A run that is compute-bound under data
+# parallelism stays so when it switches to FSDP, with 1/X of the memory. The listing above is counted, in FLOPs and
+# bytes, on 64 abstract TPU v5p that use all three axes of their torus.
 
 # %%
 v5p = chip("v5p")
@@ -158,9 +159,10 @@ learning.show(page, LAYER)
 # updates its shard of the params, and one AllGather a step spreads the result. One would stop at ZeRO-2 where the
 # params fit and the weights would be gathered many times in a step, as in a pipeline (05_pp.py).
 #
-# The book says that this saves FLOPs of the backward pass. It does not: the FLOPs that it saves are the optimizer's,
-# since each rank updates 1/X of the params. The code runs one step of each stage on the same params and keeps what a
-# rank then has. In the table N is the number of params, at 4 bytes each in float32; m and v are Adam's moments.
+# The book says that FSDP saves FLOPs of the backward pass. It saves none there. What it saves are FLOPs of the
+# optimizer, since each rank updates 1/X of the params. The code runs one step of each stage on the same params and
+# keeps what a rank then has. In the table N is the number of params, at 4 bytes each in float32; m and v are Adam's
+# moments.
 
 # %%
 STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}

@@ -15,12 +15,12 @@ the stages use FSDP and tensor parallelism inside.
 # least bandwidth of all strategies, works over slow networks, and leaves each rank with only its layers' weights. Z is
 # the axis of the pipeline and its number of ranks, or stages; In[L_Z, B, D] has L layers, of which each stage has L/Z.
 #
-# The price is waiting. A batch is at one stage at a time unless it is split into microbatches, and filling and emptying
-# the pipeline leaves a bubble. A schedule of forwards and backwards has to be chosen, and it is harder to write and to
-# debug than any collective. Pipelines also do not suit ZeRO-3. Either each of M microbatches gathers the weights of its
-# stage again, and M times as many bytes are sent; or the gathered weights stay, and their memory is not saved. Large
-# runs on GPUs therefore combine pipelines with ZeRO-1 and tensor parallelism. On a TPU's torus FSDP's gathers are
-# cheap, and the book needs no pipeline.
+# The price is waiting. A batch that is not split is at one stage at a time, and all other stages wait. If it is split
+# into microbatches, stages still wait while the pipeline fills and empties; this idle time is the bubble. A schedule of
+# forwards and backwards has to be chosen, and it is harder to write and to debug than any collective. Pipelines also do
+# not suit ZeRO-3. Either each of M microbatches gathers the weights of its stage again, and M times as many bytes are
+# sent; or the gathered weights stay, and their memory is not saved. Large runs on GPUs therefore combine pipelines with
+# ZeRO-1 and tensor parallelism. On a TPU's torus FSDP's gathers are cheap, and the book needs no pipeline.
 
 # %%
 from functools import partial, reduce
@@ -139,14 +139,14 @@ page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idl
 # %% [markdown]
 # ## The first way out: microbatches
 # If each of M microbatches starts when the one before is back, nothing is gained (naive). GPipe sends all microbatches
-# forward and then all backward. 1F1B takes a backward as soon as there is one. In both, a rank computes for M turns and
-# waits for Z - 1, until the first microbatch has reached the last stage and the last one is back: the bubble is
+# forward and then all backward. 1F1B takes a backward as soon as there is one. In both, a rank computes for M turns,
+# each a forward and a backward, and waits for Z - 1 turns while the pipeline fills and empties. So the bubble is
 # (Z - 1)/(M + Z - 1).
 #
-# In the interleaved schedule a rank has v = 2 chunks of layers that are not adjacent, the second in small letters. So
-# each microbatch passes twice, in steps half as long. The waits are half as long, too, and the bubble is (Z - 1)/(vM +
-# Z - 1), at the price of sending activations twice as often. A step that is too narrow for its number is drawn without
-# it.
+# In the interleaved schedule a rank has v = 2 chunks of layers that are not adjacent, of which the charts write the
+# second in small letters. So each microbatch passes twice, in computations half as long. The waits are half as long,
+# too, and the bubble is (Z - 1)/(vM + Z - 1), at the price of sending activations twice as often. A computation that is
+# drawn too narrow for its number has none.
 
 # %% tags=["hide-input"]
 drawn = {}
@@ -166,9 +166,9 @@ page.title(f"{M} microbatches")
 draw("naive", "gpipe", "1f1b", "interleaved")
 
 # %% [markdown]
-# GPipe and 1F1B differ in memory. With more microbatches the bubble of both gets smaller, but GPipe keeps the
-# activations of all of them, and 1F1B of at most Z. Microbatches cannot be ever smaller, because each has to keep its
-# chip busy with products rather than with reading weights (01_roofline.py).
+# GPipe and 1F1B differ in memory. With more microbatches the bubble of both gets smaller. GPipe then keeps the
+# activations of all microbatches, and 1F1B those of at most Z. But a batch cannot be split ever further: each
+# microbatch must have so many rows that its products take longer than reading the weights (01_roofline.py).
 
 # %%
 page.title("The bubble of both, and the microbatches whose activations rank 0 keeps")
@@ -182,9 +182,9 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 # The rank before waits for dx only, and no rank waits for dW. So the backward can be split in two: I, which computes
 # dL/dx, comes first, and W, which computes dL/dW, fills the gaps. ZB-H1 (zero bubble) does that within 1F1B's memory.
 # DualPipeV is a later form of the schedule in the book's figure: each rank has an early and a late chunk, and rank 0
-# the first and the last layers. Compare the makespans with 1F1B's. In ZB-H1, what remains of the bubble is the way
-# forward at the beginning; DualPipeV begins earlier on the later ranks and waits in the middle instead. One pays with a
-# backward in two parts, which has to keep the cotangents until W has run.
+# the first and the last layers. Compare the makespans with 1F1B's. In ZB-H1 the ranks still wait for the first
+# microbatch to reach them. In DualPipeV the later ranks begin earlier, and wait in the middle instead. The price of
+# splitting the backward is memory: the cotangents are kept until W has run.
 
 # %%
 page.title("The backward in halves")
@@ -212,8 +212,8 @@ def paced(stage, seconds: float, chunks: int):
 
 # %% [markdown]
 # A rank takes its layers in the order in which the schedule deals them out (`arrange`), and runs its part of the
-# schedule (`measure`), in seconds. Compare each chart with the simulated one. The new gaps are waits for communication,
-# or for this machine.
+# schedule (`measure`), in seconds. Compare each chart with the simulated one. A gap that the simulated chart lacks is a
+# wait for communication, or for a busy core of this machine.
 
 
 # %%

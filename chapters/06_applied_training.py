@@ -82,12 +82,12 @@ page.answers([
 
 # %% [markdown]
 # ## Memory
-# Is it memory that asks for thousands of chips? All chips together store the params in bf16 (2 bytes each), Adam's two
+# Does the memory need thousands of chips? All chips together store the params in bf16 (2 bytes each), Adam's two
 # moments in float32 (8 bytes a param), and what the backward pass reads. For the last, the book saves 4 arrays [B, D]
-# in bf16 for each layer, where B is a batch of 4M tokens: that is 97% of all. It leaves the gradients out.
+# in bf16 for each layer, where B is a batch of 4M tokens. They are 97% of all bytes. The book leaves the gradients out.
 #
-# So 226 chips would hold the run, and need almost five years for it. On a whole pod a chip uses 2.4 of its 96 GB. Large
-# pods are there for their FLOPs, not for their memory.
+# So the memory of 226 chips would be enough, but they would compute for almost five years. On a whole pod of 8,960 a
+# chip uses 2.4 of its 96 GB. One rents a pod for its FLOPs, not for its memory.
 
 
 # %%
@@ -114,15 +114,15 @@ page.answers([
 # ## How to shard it
 # FSDP alone is the first thing to try, because it needs nothing but the gathers of the weights. It fails here for two
 # reasons. A batch of 4M tokens has 1,024 sequences, so only 1,024 chips would have one. If sequences are split as well,
-# each of 8,960 chips has 468 tokens, too few: FSDP hides its gathers behind the matmuls from C/W tokens a chip over the
-# number of axes, 2,550 / 3 = 850 (Part 5). TP makes the gathers shorter, as each chip gathers only its share of a
-# weight, and pays by moving activations in the forward and backward pass of every layer. With both, 2550^2 / 2F = 113
-# tokens a chip are enough.
+# each of 8,960 chips has 468 tokens. That is too few: to hide its gathers behind the matmuls, FSDP needs C/W tokens a
+# chip, which is 2,550 on one axis of the torus and 2,550 / 3 = 850 on all three (Part 5). TP makes the gathers shorter,
+# as each chip gathers only its share of a weight, and pays by moving activations in the forward and backward pass of
+# every layer. With both, 2550^2 / (2F) = 113 tokens a chip are enough.
 #
 # How many ways of TP are best? The plot shows the longer of both collectives over the matmuls' time, with two axes of
 # the torus for FSDP and one for TP. Where a curve is below 1, the matmuls hide all communication. On the left FSDP's
-# gathers are the longer, and more TP makes them shorter; on the right TP's collectives are, and less TP makes them
-# shorter. The curve of 70B on four pods gets below 1 only near 11 ways, which no axes of a pod give.
+# gathers take longer, and more TP makes them shorter. On the right TP's collectives take longer, and less TP makes them
+# shorter. The curve of 70B on four pods is below 1 only near 11 ways, and no axes of a pod multiply to 11.
 
 # %%
 JOBS = {"70B, a pod": (L70, B), "70B, 4 pods": (L70, B / 4), "405B, 8 pods": (L405, B405 / 8)}  # tokens a pod
@@ -185,7 +185,7 @@ page.answers([
 # The planner also counts attention, the vocabulary and the exchange of keys and values, and its mesh axes must consist
 # of axes of the torus. The last column is a step's time over that of its compute alone, so 1 means that all
 # communication is hidden. With keys and values counted, LLaMA-3 70B stays a little above 1: at 1.09 on the meshes of a
-# whole pod, and at 1.15 on four. That is little beside the factor of 2.5 that separates 40% MFU from the peak.
+# whole pod, and at 1.15 on four. That is little compared with the factor of 2.5 between 40% MFU and the peak.
 
 # %%
 SHARDED = Fixed(zero=3)  # FSDP, as in the book

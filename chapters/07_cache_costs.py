@@ -5,9 +5,9 @@ https://jax-ml.github.io/scaling-book/inference
     2 b L K H S        bytes of the keys and values of S tokens: L layers, K heads of H numbers, b bytes a number
 
 The book's "Tricks for Improving Generation Throughput and Latency" make caches smaller, together "by over an order of
-magnitude". This chapter counts the bytes in models that are in use, whose query heads share keys and values, or that
-have latents, windows, sinks, fewer bits, or layers with a state in place of a cache. Each formula is compared with the
-planner's number, and each number with a cache that is allocated.
+magnitude". This chapter counts the bytes in models that are in use: some share keys and values among query heads,
+others have latents, windows, sinks, or layers with a state in place of a cache, and all may store fewer bits. Each
+formula is compared with the planner's number, and each number with a cache that is allocated.
 """
 
 # %% [markdown]
@@ -16,11 +16,11 @@ planner's number, and each number with a cache that is allocated.
 # So the bytes that a token of context adds decide how many sequences fit beside the weights. The more sequences share
 # one read of the weights, and the less each step reads of caches, the less a token costs.
 #
-# The table shows this for LLaMA-3 70B on eight H200s, with a key and a value for each of its 64 query heads, and
-# as it is, with 8 KV heads. Weights are in FP8, caches in bf16, and a tenth of the memory stays free. The largest batch
-# that fits is served at the bound of Part 7 (07_bottlenecks.py), without collectives. A GPU costs around $10 an hour
-# (Part 12). With an eighth of the bytes eight times as many sequences fit, and since caches are most of what is read, a
-# token costs about an eighth.
+# The table shows LLaMA-3 70B on eight H200s twice: with a key and a value for each of its 64 query heads, and as it
+# really is, with 8 KV heads. Weights are in FP8, caches in bf16, and a tenth of the memory stays free. The largest
+# batch that fits is served at the bound of Part 7 (07_bottlenecks.py), without collectives. A GPU costs around $10 an
+# hour (Part 12). If caches have an eighth of the bytes, eight times as many sequences fit. A step reads little else
+# than caches, so it takes about as long for eight times as many tokens, and a token costs about an eighth.
 
 # %%
 from collections import Counter
@@ -71,13 +71,13 @@ page.table(rows, ["", "context", "kB a token", "sequences", "tokens/s", "$ a mil
 # - Grouped queries (LLaMA-3 70B) take 2 b L K H S bytes. Only K heads have keys and values, and N/K query heads share
 #   each.
 # - Latents (DeepSeek-V3) take b L (C + rope) S bytes. All heads share one latent of C = 512 numbers, from which keys
-#   and values follow, and one rotary key of rope = 64. There is no 2, because a latent is both, and neither N nor H
-#   occurs.
+#   and values follow, and one rotary key of rope = 64. There is no factor 2, because keys and values follow from the
+#   same latent, and neither N nor H occurs, because all heads share it.
 # - Windows take 2 b K H (L_f S + L_w min(S, w)) bytes. L_f layers see all tokens. L_w layers see only the last w, so
 #   their bytes stop growing there. Every second layer of Gemma 2 has a window of 4,096 tokens. In Gemma 3 it is five of
 #   six layers and 1,024 tokens, and in GPT-OSS every second layer and 128 tokens.
 #
-# The book also has caches that several layers share, which none of these models has.
+# The book also names caches that several layers share. None of these models has them.
 #
 # A fifth kind has no S at all: a linear layer keeps a state of fixed size, into which it adds each token. In Qwen3-Next
 # three of four layers are of this kind (gated delta rules), with n = 32 heads, each a matrix of h x v numbers in
@@ -173,10 +173,10 @@ page.answers([
 # device that holds no numbers. Layers with the same window are allocated together, with room for the window, or for the
 # context if it is shorter. Linear layers add their states.
 #
-# The last column is what this library's own server holds, in multiples of the planner's number. It keeps all layers of
-# a model in one array, so windowed layers have room for the whole context, too. A step reads only the window, except
-# where the sequence is split over ranks. So a step takes as long as planned, but the cache of a model with windows
-# takes more memory than the planner says.
+# The last column is a cache of all layers in one array, as `init_cache` allocates it without pages, in multiples of the
+# planner's number. There windowed layers have room for the whole context, too. A step reads only the window, except
+# where the sequence is split over ranks, so it takes as long as planned, but the memory is larger. `python -m
+# scaling.serve` keeps pages instead, and in windowed layers only those within the window.
 
 
 # %%
@@ -201,9 +201,9 @@ page.table(rows, ["model", "context", "planner", "init_cache", "the same", "in o
 # ## Is what lies before the window never read?
 # A window saves bytes only if nothing reads the older places. A small model of two windowed layers and a full one has
 # read a prompt of 20 tokens. The keys and values of some layers and places are overwritten, and one more token is
-# decoded. With a window of w = 4 it sees itself and the 3 tokens before it. So in windowed layers places 0 to 16 are
-# free, place 17 is not, and in the full layer none is. A server may therefore keep w places per sequence in these
-# layers, as a ring.
+# decoded. With a window of w = 4 it sees itself and the 3 tokens before it. So nothing reads places 0 to 16 of the
+# windowed layers any more, while place 17, and every place of the full layer, is still read. A server may therefore
+# keep w places per sequence in these layers, as a ring.
 
 # %%
 tiny = Config("tiny", 3, 32, 64, 4, 2, 8, 64, window=(4, 4, None))
@@ -293,9 +293,9 @@ page.check("int8: by its type as init_cache has it", typed.nbytes(sizes, ONE, "i
 # requests and experts are split. It counts copies of caches and weights, and collectives where they take longer than
 # reading the weights. Qwen3-Next's states are split by heads alone, so it has one form.
 #
-# Between 8k and 128k of context the price of a token rises sixteenfold where caches that grow are all that matters, as
-# in LLaMA-2, and in GPT-OSS, whose windows are short. It rises less where windows or states take a part of the bytes at
-# 8k, as in Gemma and Qwen3-Next, or where the weights do, as in DeepSeek-V3. DeepSeek-V3 is the largest model here, and
+# From 8k to 128k of context the price of a token rises sixteenfold where nearly all bytes are caches that grow. These
+# are LLaMA-2 and GPT-OSS, whose windows are short. The price rises less where windows or states are a large part of the
+# bytes at 8k, as in Gemma and Qwen3-Next, or weights are, as in DeepSeek-V3. DeepSeek-V3 is the largest model here, and
 # yet its token at 128k costs less than half of LLaMA-3 70B's, since its caches are less than a quarter as large.
 
 # %%

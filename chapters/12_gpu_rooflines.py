@@ -34,19 +34,20 @@ def yes(value: bool) -> str:
 # step on N GPUs of C FLOPs/s, and W is 450e9 bytes/s of a GPU in its node of H100s, or 400e9 of a node beyond it.
 #
 # - *DP and ZeRO.* The backward pass takes 8BDF/(N C) seconds, and sends gradients of 8DF bytes in 8DF/W. So it is
-#   compute-bound from B/N = C/W tokens a GPU on. If DP is in and between nodes, the slower one decides. Over two nodes
-#   only half of the gradients cross. A replica that spans 8 nodes, by tensor, expert or pipeline parallelism, has the
-#   cables of all of them for its gradients. With E experts of which a token takes k, DP needs E/k times the tokens: all
-#   experts' gradients are sent, and only k do FLOPs for a token.
-# - *TP* moves activations of 4BD bytes, which do not become fewer with more ways, so it ends at F W/C ways. In practice
-#   that is a node.
+#   compute-bound from B/N = C/W tokens a GPU on. If DP runs in and between nodes, the slower links decide. Over two
+#   nodes, each node sends only half of the gradients. A replica that spans 8 nodes, by tensor, expert or pipeline
+#   parallelism, sends its gradients over the cables of all 8. With E experts of which a token takes k, DP needs E/k
+#   times the tokens: all experts' gradients are sent, and only k do FLOPs for a token.
+# - *TP* moves activations of 4BD bytes in the forward pass, however many ways there are, while the FLOPs of a GPU
+#   become fewer with each. So it is compute-bound up to F W/C ways. In practice that is a node.
 # - *EP* moves each token to its k experts and back by AllToAlls. What limits it is the width F of an expert: the wider
-#   it is, the more FLOPs each token that travels is worth. The table has k = 8.
+#   the expert, the more FLOPs are done for each token that is sent. The table has k = 8.
 # - *PP* sends so little that it has no such limit. One pays with a bubble, and ZeRO-3 does not go with it, since
 #   weights would be gathered for each microbatch.
 #
 # Between nodes, the B200 has more FLOPs with the same network, so it needs more tokens. The GB200 has nodes of 72 with
-# nine times the egress. There DP is bound in the node, at 71/72 of its number, as a GPU already has one part of 72.
+# nine times the egress. There the links in the node are the slower ones for DP: it needs 71/72 of that row's tokens,
+# because a GPU already has one of the 72 parts itself.
 
 # %%
 ROOFLINES = {
@@ -139,8 +140,9 @@ page.answers([
 
 # %% [markdown]
 # ## Quiz 5: B200, and LLaMA-3 70B on 4096 H100
-# Question 2 takes three steps. The memory of 8-way TP does not fit. ZeRO-3 has too few tokens on a GPU. With 8-way
-# pipelining a replica spans 8 nodes, and then the tokens are enough.
+# Question 2 takes three steps. With 8-way TP and DP alone, params and optimizer do not fit a GPU. With ZeRO-3 they fit,
+# but a GPU has too few tokens to be compute-bound. With 8-way pipelining a replica spans 8 nodes, and then the tokens
+# are enough.
 
 # %%
 W_node = H100.bandwidth("node")
@@ -176,9 +178,9 @@ page.answers([
 
 # %% [markdown]
 # ## Quiz 5.3: Megatron-LM's layouts, and whether there is a better one
-# TP stays in a node, so DP gains only from the nodes that a replica's stages span: it needs 2475 tokens, divided by
-# their number. The last columns show how few nodes are enough to be compute-bound with a quarter of the memory free.
-# Fewer stages mean a smaller bubble.
+# TP stays in a node, so DP gains only from the nodes that a replica's stages span: it needs 2475 tokens a GPU, divided
+# by the number of these nodes. The last columns have the fewest nodes for which the run is compute-bound and a quarter
+# of the memory stays free. Fewer stages mean a smaller bubble.
 
 # %%
 MEGATRON = {"16B": (4, 1, 192, 192), "70B": (8, 2, 768, 384), "314B": (8, 8, 3072, 1536)}  # TP, PP, GPUs, sequences

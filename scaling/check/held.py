@@ -225,7 +225,7 @@ def over_pods(spec: Spec, dims: Collection[str], partial: bool) -> Spec:
 
 
 def at_hand(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldType:
-    """Return a block that a ring passes along these axes: it may come from any device, and be part of a sum.
+    """Return the type of a block that a ring passes along these axes, which may be any device's and part of a sum.
 
     With `whole`, dims without axes are not known to be whole either.
     """

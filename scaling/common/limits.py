@@ -8,7 +8,7 @@ class Limits:
     """The thresholds at which the code of a training step changes.
 
     Attributes:
-        chunk: The most bytes of the loss's float32 logits in memory at a time, for which tokens are cut into chunks.
+        chunk: The most bytes of float32 logits in memory at a time; the loss cuts tokens into chunks accordingly.
         small: The most bytes that a layer's shards on a rank may have to be sent in one message.
         row: The number of squares that are summed in float32 before the partial sums are added in float64.
         ahead: The receives that a stage posts ahead on each channel, so that a sender need not wait for its receiver.

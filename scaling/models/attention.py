@@ -99,7 +99,7 @@ def sdpa(
 
 
 def _by_kernel(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """Attend by torch's kernel; without a mask a query sees all keys up to its own, and a single one sees all."""
+    """Attend by torch's kernel; without a mask a query sees all keys up to its own, and a single query all keys."""
     heads, grouped = (Q.transpose(1, 2), K.transpose(1, 2), V.transpose(1, 2)), K.shape[2] < Q.shape[2]
     causal = mask is None and Q.shape[1] > 1
     given: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
@@ -109,10 +109,11 @@ def _by_kernel(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, scale: floa
 def shared_mask(
     window: int | None, T: int, segments: Tensor | None, dtype: torch.dtype, device, scored: bool
 ) -> Tensor | None:
-    """Return the mask of `fused` for all layers with this window, or None where causality is all.
+    """Return the mask of `fused` for all layers with this window, or None if it hides only later tokens.
 
-    It is added to the scores, 0 or -inf, [T, T] or [B, 1, T, T]: the kernel would make and save such a mask of a bool
-    in each layer. Where the scores are stored (`scored`), it is the bool `hidden` of `attend_scores`.
+    The mask, [T, T] or [B, 1, T, T], is 0 or -inf and is added to the scores. From bools the kernel would make such an
+    array in each layer, and save it. Where the scores are stored (`scored`), the mask is the bool `hidden` of
+    `attend_scores`.
     """
     if not scored and segments is None and (window is None or window >= T):
         return None

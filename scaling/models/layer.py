@@ -98,7 +98,7 @@ class Context(NamedTuple):
     adapters: Callable | None = None
 
     def prepared(self, attends: bool = True) -> "Context":
-        """Return the context with the masks that the layers of a pass share; if none of them `attends`, without any."""
+        """Return the context with the masks that all layers of a pass share, or with none if no layer `attends`."""
         if not callable(self.masks):
             return self
         if not attends:

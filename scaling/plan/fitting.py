@@ -44,7 +44,7 @@ def adapter_params(config: Config) -> int:
 def frugal_ways(job: Job) -> Iterator[Frugal]:
     """Yield the ways that need less memory than the job itself, first the ways that train all params.
 
-    Adapters are counted in the bytes of the optimizer, which are split as these are.
+    The bytes of LoRA's adapters are counted as the optimizer's, because both are split in the same way.
     """
     params = job.work.params
     if job.optimizer_bytes > 2:

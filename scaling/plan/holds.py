@@ -1,10 +1,11 @@
 """The fullest memory of a chip: params, gradients, optimizer state, activations, and buffers (Parts 4 to 6).
 
-The fullest moment is the loss; in the backward pass the last layer, when all activations are live, the layer before
-it, when gradients are live as well, or the first layer; or the end of the step. Stages store the embedding and
-unembedding together, and each gathers its own (strategies.transformer.stages). The tests compare this with the bytes
-that an abstract mesh counts for the book's stack and for Transformers. A job with `runs` is counted as `scaling.train`
-runs it, whose own step counts itself (`train.dry`): of 60 fresh jobs 51 were within 5% of that.
+The fullest moment of a step may be the loss; the backward pass of the last layer, when all activations are live, of the
+layer before it, when gradients are live as well, or of the first layer; or the end of the step. All stages together
+store the embedding and the unembedding, and a stage gathers the one that it computes (strategies.transformer.stages).
+The tests compare these formulas with the bytes that an abstract mesh counts for the book's stack and for Transformers.
+A job with `runs` is counted as `scaling.train` runs it. Of 60 jobs that were drawn after the formulas were written, 51
+are within 5% of the count that the run's own step gives (`train.dry`).
 """
 
 from dataclasses import dataclass
@@ -88,9 +89,9 @@ def of_transformer(
 ) -> Amount:
     """Return the bytes beside params and state of `scaling.train`'s step at its fullest moment.
 
-    `shards`: over how many chips gradients are scattered, of dense weights and of experts. `once`: whether whole sums
-    are, after the last microbatch. On stages layers add up whole gradients beside the places for the scattered ones,
-    and a stage holds the whole table of its end, and its gradient.
+    `shards` are two numbers: the chips over which gradients of dense weights are scattered, and those of experts.
+    `once` says whether they are scattered after the last microbatch, as whole sums. A stage of a pipeline adds up whole
+    gradients, has memory for the scattered ones as well, and holds its table of the vocabulary and its gradient whole.
     """
     w, act, grad, M = job.work, job.act_bytes, job.grad_bytes, l.microbatches
     dense, experts = weight_elements(job, l)
@@ -159,16 +160,17 @@ def kept(job: Job, c: Compute, l: Layout) -> Amount:
 
 
 def stored_scores(job: Job, l: Layout) -> Amount:
-    """Return the elements of scores, capped and then weights, that a layer stores per token; a ring stores none."""
+    """Return the elements that a layer stores per token of capped scores and their softmax; a ring stores none."""
     return np.where(l.context == 1, job.work.scores, 0.0) * job.runs
 
 
 def moments_of_layer(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     """Return the most bytes of a layer's forward and backward, beside saved activations and gathered weights.
 
-    The backward's are at the end of the MLP's or of attention's, when the norm is differentiated: what was computed
-    again, the cotangents, the gradients of weights in the dtype of the products, and the norm's two arrays, one more in
-    fp32. Where results of experts are weighed, in both passes, a token has a row of D for each expert in four forms.
+    The backward pass holds most at the end of the MLP or of attention, when the norm is differentiated. It then holds
+    what was computed again, the cotangents, the gradients of weights in the dtype of the products, and the norm's two
+    arrays, plus one in fp32. In both passes of a layer with experts, a token also has rows of D for each of its
+    experts, in several forms at once while the experts' results are weighted.
     """
     w, act, Y = job.work, job.act_bytes, l.tensor
     token = act * c.tokens

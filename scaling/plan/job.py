@@ -120,7 +120,7 @@ class Job:
 
     @property
     def runs(self) -> bool:
-        """Whether memory is that of `scaling.train`, which shards over fsdp alone, and not of a step without waste."""
+        """Whether memory is counted as `scaling.train` uses it, which shards over fsdp alone, not as an ideal step."""
         return self.framework == "this" and self.shards == ("fsdp",)
 
     @property

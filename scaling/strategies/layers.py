@@ -89,7 +89,7 @@ class Gradient:
     def keep_reduced(self, first: int, end: int, x: Tensor) -> None:
         """Keep the reduced gradients of layers first..end-1, one layer's alone or several stacked.
 
-        Those of a later microbatch are added to the sum of the earlier ones.
+        The gradients of a later microbatch are added to the sum of the earlier ones.
 
         Raises:
             ValueError: they have another shape than the leaf's. torch would broadcast them.

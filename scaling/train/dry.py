@@ -37,10 +37,10 @@ def most_memory(
 
 
 def fullest_ranks(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Return the coordinates of the ranks of which one needs most memory.
+    """Return the coordinates of one or two ranks, one of which needs the most memory of all.
 
-    It is in the first stage, which holds the activations of most microbatches, or in the last stage, which has the
-    logits.
+    It is a rank of the first stage, which holds the activations of most microbatches, or of the last stage, which has
+    the logits.
     """
     return [busiest(sizes, stage) for stage in sorted({0, sizes.get("Z", 1) - 1})]
 

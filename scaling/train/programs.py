@@ -78,7 +78,7 @@ def weighted_steps(
 ) -> CountedStep:  # fmt: skip
     """Return the weighted sum of the steps of these depths, by their programs or else at the step's own sizes.
 
-    If not `live`, the programs need not have the bytes that are alive.
+    If not `live`, the programs need not count the bytes that are live.
     """
     given = sizes, coord, backend, documents
 
@@ -99,7 +99,7 @@ def counted_few(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str, documents: bool,
     depth: Loops,
 ) -> CountedStep:  # fmt: skip
-    """Return the count of a step with fewer layers, microbatches and stages, whose ranks have as large arrays."""
+    """Return the count of a step with fewer layers, microbatches and stages, but arrays of the same sizes."""
     some, Z, own = with_few(settings, depth.layers, depth.microbatches), depth.stages, sizes.get("Z", 1)
     there = {**(coord or {}), "Z": depth.stage} if own > 1 else coord
     if own == Z:
@@ -117,8 +117,8 @@ def short_pipelines(
     """Return [(weight, depth)] of short pipelines whose weighted peaks are those of a long one's first or last stage.
 
     The number of microbatches in flight is linear in the number of stages, once all stages are busy. A rank of a short
-    pipeline has as large a part of the vocabulary as a rank of the long one. The list is empty if the step is no such
-    pipeline, or has too few microbatches.
+    pipeline has as large a part of the vocabulary as a rank of the long one. The list is empty if this does not hold
+    for the step, for instance because it has too few stages or microbatches.
     """
     model, M, Z, z = settings.model, settings.microbatches, sizes.get("Z", 1), (coord or {}).get("Z", 0)
     rounds = settings.pipeline.startswith("interleaved")

@@ -86,7 +86,7 @@ def gather_forms(W: Sequence[Tensor], mesh, back: bool = True, **given: Any) -> 
 
 
 def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]:
-    """Finish the reduction of leaves' gradients, in place; they may be pending from its first half. Wait for it."""
+    """Finish the reduction of gradients, in place, and wait for it. The first half may still be pending."""
 
     def reduced_in_place(line: str, x: Tensor, mesh, async_op: bool):
         return all_reduce(line, x, mesh, async_op=async_op, donate=x.is_contiguous())

@@ -45,11 +45,11 @@ def stage_of(
 ) -> tuple[Stage, list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Return the stage for `scaling.strategies.pipeline`, and three collections that its run fills.
 
-    These get the layers' extra terms, the gradients of the `dense` layers on the stage that runs them, and the
-    embedding's gradients on the first stage. The vjp of a layer returns dx and dW together, so the weight half of a
-    backward has nothing left to do. The first stage embeds each microbatch when its forward begins, so it never holds x
-    or dx of the whole batch. With `reduce` "each" a layer's gradients are reduced in the backward of each microbatch;
-    those of the ends once.
+    The first collects the layers' extra terms, the second the gradients of the `dense` layers on the stage that runs
+    them, and the third the embedding's gradients on the first stage. The vjp of a layer returns dx and dW together, so
+    the weight half of a backward has nothing left to do. The first stage embeds each microbatch when its forward
+    begins, so it never holds x or dx of the whole batch. With `reduce` "each" a layer's gradients are reduced in the
+    backward of each microbatch, but those of the embedding and unembedding once.
     """
     config, contexts, ranges = step.config, batch.contexts, layers_of(step.config, step.schedule)
     extras, of_dense, embedding, M = [], [], {}, len(batch.contexts)

@@ -54,7 +54,7 @@ class StepOptions:
         context: The form of attention over C.
         zero: The stage of ZeRO, given to `specs` and `grad_specs`.
         reduce: When gradients are reduced over X: `once`, as whole sums over microbatches, or after `each` microbatch.
-            A rank then holds sums of its shards alone, and sends as many times more as there are microbatches.
+            With `each` a rank holds only its shards of the sums, and sends gradients once for each microbatch.
         sums: The dtype in which gradients are added up over microbatches and ranks, and returned; None is the params'.
         scale: The factor by which cotangents are multiplied, and gradients divided at the end: for float16, a power
             of two.
