@@ -105,7 +105,7 @@ def of_transformer(
 
     stored = min(1.0, job.param_bytes / act)  # frozen weights in 4 bits are gathered as they are stored
     gathered = (1 + stored * (layers > 1)) * act * (dense + experts)  # this layer's and the next one's
-    on_tape = is_one(l.remat, POLICIES, "none") & (w.experts > 0)  # which keeps the weights of all layers
+    on_tape = np.logical_not(is_one(l.remat, POLICIES, "block")) & (w.experts > 0)  # which keeps all layers' weights
     gathered = np.where(sharded, np.where(on_tape, layers * act * (dense + experts), gathered), 0.0)
     forward, back = (gathered + moment for moment in moments_of_layer(job, c, l))
     loss = _loss(job, c, l) + np.where(on_tape, gathered, 0.0)

@@ -15,12 +15,13 @@ CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # the chunks of layers that a rank 
 def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
     """Return [(microbatches, schedule, chunks, remat, reduce)] that a mesh can run, words as codes.
 
-    If params are sharded over fsdp alone, as in `scaling.train`, layers with experts are recomputed whole or not at
-    all, and each chunk has a layer, because `scaling.train` refuses other recipes. Elsewhere some chunks may have none.
+    If params are sharded over fsdp alone, as in `scaling.train`, each chunk has a layer, because `scaling.train`
+    refuses other recipes, and experts are not tried with "matmuls", which keeps all that they save, and hardly less
+    than "attention". Elsewhere some chunks may have none.
     """
     w, size, own = job.work, network.sizes, job.shards == ("fsdp",)
-    refused = ("attention", "matmuls") if w.experts_count > 1 and own else ()
-    policies = tuple(p for p in POLICIES if p in w.saved and p not in refused)
+    skipped = ("matmuls",) if w.experts_count > 1 and own else ()
+    policies = tuple(p for p in POLICIES if p in w.saved and p not in skipped)
     most = w.L // size["pipe"] if own else -(-w.L // size["pipe"])
     return _recipes(_own(job, size), size["pipe"], most, policies, network.zero == 3, fixed)
 

@@ -104,14 +104,6 @@ def test_on_a_chip_of_the_catalogue_what_is_fastest_by_formula_is_counted():
     assert any(why.startswith("X=7: ") for why in refused)
 
 
-def test_no_mesh_of_a_model_with_experts_is_planned_with_a_remat_that_its_step_refuses():
-    some, refused = Settings(get("mixtral-8x7b"), "", "", 256, 4096, dtype="bf16"), []
-    found = [*choose.planned(some, 64, chip("h100"), refused, choose.ZEROS, choose.OPEN)]
-    assert {settings.remat for _, settings in found} <= {"none", "block"}
-    assert len(found) > 100
-    assert not [why for why in refused if "remat" in why]
-
-
 DENSE, MIXTRAL, WIDE = (get(name).with_(V=8192) for name in ("llama3-8b", "mixtral-8x7b", "llama3-405b"))
 TIED = DENSE.with_(D=1024, F=4096, N=16, K=4, H=64, tied=True)
 LATENT = get("deepseek-v3").with_(D=512, F=256, N=8, K=8, E=8, k=2, V=8200, dense_layers=1, F_dense=512)

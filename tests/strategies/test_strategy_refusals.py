@@ -50,7 +50,6 @@ REFUSED = {
     "transformer.shard(model.init(PLAIN, 0), PLAIN, AbstractMesh({'Z': 3}))": "L=2 layers cannot fill 3 stages",
     "step(IDS + PLAIN.V)": f"tokens must lie in 0..{PLAIN.V - 1}",
     "step(config=PLAIN.with_(dropout=0.1))": "draws random masks\n  fix: give seed=",
-    "step(config=EXPERTS, remat='matmuls')": "cannot be used with experts",
     "step(reduce='each', zero=0)": 'or reduce="once"',
     "checked(CAPACITY, {'X': 2, 'C': 2})": 'fix: choose context="ring"',
     "checked(PLAIN, {'Z': 2}, compiling=True)": f"stages wait for each other's messages{GRAPH}",

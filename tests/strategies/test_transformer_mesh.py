@@ -65,9 +65,8 @@ DEEP.with_(L=6, window=None)                              Z=2,E=2  microbatches=
 PLAIN.with_(name="V 30", V=30, tied=True)                 Z=2,Y=2  microbatches=2, label_smoothing=0.1
 """
 CASES = read_table(TABLE, globals())
-BLOCK_OR_KEPT = [{"remat": "block"}, {"keep_weights": True}]  # experts have no policy between
-WAYS = {False: [*BLOCK_OR_KEPT, {"remat": "attention"}, {"remat": "matmuls"}], True: BLOCK_OR_KEPT}
-TURNS = {moe: itertools.cycle(ways) for moe, ways in WAYS.items()}
+WAYS = [{"remat": "block"}, {"keep_weights": True}, {"remat": "attention"}, {"remat": "matmuls"}]
+TURNS = {moe: itertools.cycle(WAYS) for moe in (False, True)}
 
 
 def named(case, ways, what="", marks=()):
@@ -76,7 +75,7 @@ def named(case, ways, what="", marks=()):
     return pytest.param(mesh, config, options, ways, id=f"{what}{config.name} {mesh}".replace("'", ""), marks=marks)
 
 
-EVERY = [named(case, WAYS[case[0].moe], "every policy: ", pytest.mark.sweep) for case in CASES]
+EVERY = [named(case, WAYS, "every policy: ", pytest.mark.sweep) for case in CASES]
 CASES = [named(case, [next(TURNS[case[0].moe])]) for case in CASES]
 
 

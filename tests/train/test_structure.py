@@ -48,7 +48,7 @@ def drawn(kind: str, seed: int) -> tuple:
     settings = Settings(
         model, "", "", prod(sizes.get(axis, 1) for axis in "PXE") * M * pick([1, 2]), pick([1024, 2048, 4096]),
         microbatches=M, dtype="bf16", zero=pick([0, 1, 2, 3]),
-        remat=pick(["none", "block"] if model.moe else ["none", "block", "matmuls", "attention"]),
+        remat=pick(["none", "block", "matmuls", "attention"]),
     )  # fmt: skip
     coord = {axis: sizes[axis] - 1 for axis in "ZC" if axis in sizes and (axis == "C" or draw.random() < 0.5)}
     pipeline = pick(["1f1b", "zb-h1", "interleaved:2", "dualpipev"]) if "Z" in sizes and M == 8 else "1f1b"

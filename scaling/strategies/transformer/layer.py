@@ -5,7 +5,8 @@ are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022,
 gathered over X. Axes that the mesh lacks drop out.
 
 A layer of experts, over E and their features over Y, is differentiated as a whole. Its routing is decided once: it is
-saved under every policy, so a layer that is computed again never routes again.
+saved under every policy, so a layer that is computed again never routes again. All policies but "block" keep what the
+experts' backward reads, and so their gathered weights.
 
 Backward: every line is the transpose of one of the forward, from the last to the first, by the law of cotangents. A
 product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait. Here dW is computed
@@ -55,7 +56,7 @@ REMAT = {  # the values that each policy does not keep for the backward; the fur
     "none": frozenset(),
     "attention": ATTENDED | RULE,
     "matmuls": BETWEEN,
-    "block": BETWEEN | PRODUCTS | {"mid", "out", "r_out"},  # all but the layer's input
+    "block": BETWEEN | PRODUCTS | {"mid", "out", "r_out", "pull_experts"},  # all but the layer's input
 }
 
 
@@ -249,14 +250,14 @@ def experts(W: dict, s: Values, at: Context) -> tuple[Tensor, Tensor, dict]:
         return Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]
 
     (Out, extra), pull = at.vjp(computed, own, s["mid"])
-    return Out, extra, s | {"pull": pull}
+    return Out, extra, s | {"pull_experts": pull}
 
 
 def experts_backward(W: dict, dOut: Tensor, scale: float, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW). `scale`: the cotangent of the auxiliary terms."""
-    s = s if "pull" in s else experts(W, s, at)[2]
+    s = s if "pull_experts" in s else experts(W, s, at)[2]
     cotangents = dOut, dOut.new_full((), scale, dtype=torch.promote_types(dOut.dtype, torch.float32))
-    dW, dMid = s["pull"](cotangents, owned(W, at))
+    dW, dMid = s["pull_experts"](cotangents, owned(W, at))
     return dMid, expert_gradients(W, dW, at.config) if "lora" in W else dW
 
 

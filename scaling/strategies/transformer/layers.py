@@ -246,7 +246,7 @@ class LayerStack:
         )
         shapes = [shape[1:] for shape in step.grad_shapes(stack)] if step.options.zero in (1, 2) else None
         options = step.options
-        on_tape = step.backward and options.remat == "none" and "router" in held  # experts keep their weights there
+        on_tape = step.backward and options.remat != "block" and "router" in held  # experts keep their weights there
         on_tape = on_tape and not options.precision
         keeps = options.keep_weights or on_tape
         self.engine = Layers(

@@ -314,8 +314,8 @@ def _lines_of_leaf(mesh, stored: str, reduced: str, axes: tuple, stack: bool) ->
 
 def check_batch(tokens: Tensor, targets: Tensor, options: StepOptions, config: Config, mesh) -> None:
     """Raise ValueError or ShardingError for a batch that does not fit the model or the mesh, whatever its values."""
-    remat, context, microbatches = options.remat, options.context, options.microbatches
-    one_of("remat", remat, tuple(REMAT))
+    context, microbatches = options.context, options.microbatches
+    one_of("remat", options.remat, tuple(REMAT))
     one_of("context", context, FORMS)
     one_of("reduce", options.reduce, REDUCES)
     whole(microbatches=microbatches)
@@ -324,8 +324,6 @@ def check_batch(tokens: Tensor, targets: Tensor, options: StepOptions, config: C
             'reduce="each" with zero=0\n  rule: without ZeRO every rank holds whole gradients, so reducing them after '
             'each microbatch saves nothing\n  fix: choose zero=1, 2 or 3, or reduce="once"'
         )
-    if config.moe and remat not in ("none", "block"):
-        raise ValueError(f'remat="{remat}" cannot be used with experts\n  fix: choose remat="block" or "none"')
     if config.moe and config.capacity is not None and context == "zigzag" and mesh.sizes.get("C", 1) > 1:
         raise ValueError(
             f"{config.name}: experts with a capacity keep the first tokens of the batch, but zig-zag reorders them\n"
