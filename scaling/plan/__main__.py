@@ -40,6 +40,7 @@ from scaling.plan.job import (
     POLICIES,
     REDUCES,
     SCHEDULES,
+    SHARDS,
     Fixed,
     Job,
     run_bytes,
@@ -149,7 +150,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--run",
         action="store_true",
-        help="also print the command by which scaling.train runs it, with what its own step moves and holds",
+        help="plan what scaling.train runs, which shards over X alone, and print the command, with what its own step "
+        "moves and holds",
     )
     parser.add_argument("--failures", action="store_true", help="also say what failures cost, and how often to save")
     parser.add_argument(
@@ -184,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     batch = args.batch or max(1, BATCH // args.seq) * args.seq
     job = Job(
         get(args.model), batch, args.seq, args.dtype, param, grad, state, args.overlap, args.headroom,
-        framework=args.framework,
+        ("fsdp",) if args.run else SHARDS, args.framework,
     )  # fmt: skip
     fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, None, args.zero, args.pods, args.reduce)
     hardware = chip(args.chip)

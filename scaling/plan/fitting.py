@@ -80,7 +80,7 @@ def misses(found: Found, memory: str) -> list[str]:
     closest, need = found[0], help_needed(found)
     return [
         f"Nothing fits: of {len(found):,} meshes the smallest, {closest.name}",
-        f"  ({closest.layout.meaning}; {closest.layout.recipe}),",
+        f"  ({closest.layout.meaning(closest.job.shards)}; {closest.layout.recipe}),",
         f"holds {size(need['held'])} a chip of {size(need['room'])}: {size(need['missing'])} too many.",
         memory,
         "What would help:",

@@ -9,6 +9,7 @@ stage 1 splits only the optimizer's state, over data, context and expert; stage 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -240,10 +241,10 @@ class Layout:
             return "1f1b"
         return self.schedule + (f":{self.chunks}" if self.schedule == "interleaved" else "")
 
-    @property
-    def meaning(self) -> str:
-        """The name in words: the dims that the axes split, the arrays that ZeRO shards, and over how many chips."""
-        shards, replicas = self.shards, self.data * self.context * self.expert
+    def meaning(self, over: Sequence[str] = SHARDS) -> str:
+        """Return the name in words: the dims that the axes split, and what ZeRO shards `over` a job's axes."""
+        parts = math.prod(getattr(self, axis) for axis in ("context", "expert") if axis in over)
+        shards, replicas = self.fsdp * parts if self.zero == 3 else 1, self.data * parts
         words = [
             (self.pod > 1, f"{self.pod:,} pods, each a replica"),
             (self.pipe > 1, f"layers in {self.pipe} pipeline stages"),

@@ -10,15 +10,6 @@ from scaling.train import dry
 from scaling.train.settings import DTYPES, Settings
 
 
-def unlike(best: Layout) -> str:
-    """Return what no run can do of a layout, or ""."""
-    if best.shards > best.fsdp:
-        return "params are sharded over X alone, not over parts of sequences or experts"
-    if best.zero == 1 and best.context * best.expert > 1:
-        return "the optimizer's state is sharded over X alone, not over parts of sequences or experts"
-    return ""
-
-
 def own_run(
     job: Job, chip: Chip, chips: int, best: Layout, model: str, explain: bool = False, fixed: Fixed = ANY
 ) -> list[str]:
@@ -28,6 +19,8 @@ def own_run(
     does not fit by that count, more microbatches are tried. If `scaling.train` cannot run the layout, or it still does
     not fit, they have the reason, and the command of the cheapest mesh that runs. With `explain` they also have the
     lines of the step with their cost. What the user has `fixed` does not change, except for the mesh.
+
+    The job's `shards` must be ("fsdp",).
     """
     if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
         return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
@@ -38,7 +31,7 @@ def own_run(
     left_open = [name for name in OPEN if getattr(fixed, {"pipeline": "schedule"}.get(name, name)) is None]
     refused: list[str] = []
     try:
-        if why := unlike(best) or uneven(settings, mesh_of(best)):
+        if why := uneven(settings, mesh_of(best)):
             raise ValueError(why)
         more = [name for name in left_open if name == "microbatches"]
         chosen = counted_choice(settings, mesh_of(best), chip, "abstract", more)

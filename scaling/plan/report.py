@@ -80,8 +80,8 @@ def _notes(found: Estimate) -> list[str]:
         )
     replicas = l.pod * l.data * l.fsdp * l.expert * l.microbatches
     if job.seq > 1 and job.sequences % replicas:
-        busy = job.sequences / (math.ceil(job.sequences / replicas) * replicas)
-        said.append(f"{job.sequences:,} sequences over {replicas:,} do not divide: replicas are {busy:.0%} busy")
+        percent = math.floor(1000 * job.sequences / (math.ceil(job.sequences / replicas) * replicas)) / 10
+        said.append(f"{job.sequences:,} sequences over {replicas:,} do not divide: replicas are {percent:.3g}% busy")
     ways = weight_ways(job, l, "weights")[0] if l.zero == 3 else 1
     if w.D % ways:
         said.append(f"weights are cut flat: D = {w.D:,} does not divide by {ways:,}")
@@ -180,7 +180,7 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
         return folded([*lines, *misses(found, memory_line(found[0]))])
     lines += [
         f"Best of {found.fitting:,} meshes that fit: {best.name}",
-        f"  {best.layout.meaning}",
+        f"  {best.layout.meaning(best.job.shards)}",
         f"  {best.layout.recipe}",
         axis_table(best),
         "",
@@ -245,8 +245,8 @@ def plan_dict(found: Estimate) -> dict:
     forward, backward = found.cost.parts
     l: Layout = found.layout
     return {
-        "name": found.name, "meaning": l.meaning, "mesh": l.sizes, "zero": l.zero, "checkpointing": l.remat,
-        "microbatches": l.microbatches,
+        "name": found.name, "meaning": l.meaning(found.job.shards), "mesh": l.sizes, "zero": l.zero,
+        "checkpointing": l.remat, "microbatches": l.microbatches,
         "schedule": l.schedule if l.pipe > 1 else None, "chunks": l.chunks, "reduce": l.reduce,
         "bound_seconds": found.bound, "forecast_seconds": found.forecast, "seconds_without_overlap": found.worst,
         "forecast": {name: float(value) for name, value in vars(found.parts).items()},

@@ -11,7 +11,8 @@ from scaling.cost.memory import ROOM
 from scaling.hardware import Chip, Measured, chip
 from scaling.measure.command import toml
 from scaling.plan import __main__ as plan
-from scaling.plan import choose
+from scaling.plan import choose, plans
+from scaling.plan.job import Job, run_bytes
 from scaling.plan.report import size
 from scaling.plan.transformer_step import cost_table, predict_transformer
 from scaling.spec.sizes import parse_mesh
@@ -102,6 +103,23 @@ def test_on_a_chip_of_the_catalogue_what_is_fastest_by_formula_is_counted():
     fourteen = replace(some, batch=14)
     assert [*choose.planned(fourteen, 7, chip("h100"), refused)] == [({"P": 7}, fourteen)]  # 7 divides no dim
     assert any(why.startswith("X=7: ") for why in refused)
+
+
+NAMED = {  # jobs of a run: a model, its chips, sequences
+    "more chunks than layers": (get("llama3-405b"), 1024, 512), "61 layers": (get("deepseek-v3"), 256, 1024),
+    "linear layers": (get("qwen3.5-397b"), 512, 1024),
+    "dense layers between": (get("mixtral-8x7b").with_(dense_layers=tuple(range(1, 32, 2)), F_dense=14336), 16, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "chips", "sequences"), NAMED.values(), ids=NAMED)
+def test_layouts_that_are_named_for_a_run_are_those_that_it_runs(model, chips, sequences):
+    job = Job(model, sequences * 8192, 8192, "bf16", *run_bytes("bf16"), shards=("fsdp",))
+    for found in plans(job, chip("h100"), chips)[:8]:
+        own = found.layout
+        given = {"microbatches": own.microbatches, "remat": own.remat, "zero": own.zero, "pipeline": own.pipeline}
+        some = Settings(model, "", "", sequences, 8192, dtype="bf16", reduce=own.reduce, **given)
+        assert not choose.uneven(some, choose.mesh_of(own)), own
 
 
 DENSE, MIXTRAL, WIDE = (get(name).with_(V=8192) for name in ("llama3-8b", "mixtral-8x7b", "llama3-405b"))
