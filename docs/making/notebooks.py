@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import textwrap
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from scaling.book.recap import has_numbers
 
 ADDRESS = re.compile(r"(?<![<(\w])(https://[^\s>)\"`]+[^\s>)\"`.,:;])")
 CHAPTER = re.compile(r"(?<![/\w])`?(\d\d_\w+)\.py`?(?!\w)")
+ALIGNED = re.compile(r"(?<=\n\n)(?: {4}.*(?:\n|\Z)){2,}(?=\n|\Z)")
 PRINTS = re.compile(r"page\.|\w+ = page\.check|[\w.]+\(page\b")
 ASK = """import json, dataclasses
 print(json.dumps([dataclasses.asdict(a) | {"row": a.row, "verdict": a.verdict, "why": a.why} for a in page.given]))"""
@@ -142,5 +144,11 @@ def _linked(chapter: str, text: str, first: bool) -> str:
     text = "\n".join(
         line if line.startswith("    ") else CHAPTER.sub(r"[\1](\1.ipynb)", line) for line in text.split("\n")
     )
+    text = ALIGNED.sub(_aligned, text)
     text = re.sub(r"^## (.+)$", lambda m: f"({section_target(chapter, m[1])})=\n{m[0]}", text, flags=re.MULTILINE)
     return ADDRESS.sub(r"<\1>", text)
+
+
+def _aligned(block: re.Match) -> str:
+    """Return several indented lines, whose columns belong together, as code that does not wrap."""
+    return f"```{{code-block}} none\n:class: aligned\n\n{textwrap.dedent(block[0]).rstrip()}\n```\n"
