@@ -28,7 +28,7 @@ from scaling.hardware import Chip, load_chip
 from scaling.measure import network
 from scaling.measure.rates import combine_ranks, measure_rank
 from scaling.mesh import Mesh
-from scaling.plan.choose import choices
+from scaling.plan.choose import TRIED, choices
 from scaling.plan.transformer_step import transformer_step
 from scaling.spec.sizes import format_sizes
 from scaling.train.settings import DTYPES, Settings
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
         return network.main(given[1:])
     parser = Parser(prog="python -m scaling.measure", description=__doc__)
     parser.add_argument(
-        "--ranks", type=integer(2, 4096), default=2, help="number of ranks, one thread each (default 2)"
+        "--ranks", type=integer(2, TRIED), default=2, help="number of ranks, one thread each (default 2)"
     )
     parser.add_argument(
         "--dtypes",

@@ -134,15 +134,20 @@ def simulated(job: Failures, seconds: float, seed: int = 0) -> Iterator[tuple[st
                 break
 
 
+def _time(seconds: float) -> str:
+    """Return "4.16 minutes" or "1,080 hours", in three digits."""
+    n, unit = (seconds / HOUR, "hours") if seconds >= 2 * HOUR else (seconds / 60, "minutes")
+    return f"{n:,.0f} {unit}" if n >= 100 else f"{n:.3g} {unit}"
+
+
 def failure_lines(job: Failures, days: float | None = None) -> list[str]:
     """Return the lines that `plan --failures` prints."""
-    hours = job.mtbf / HOUR
+    mtbf, interval, youngs = (_time(seconds) for seconds in (job.mtbf, job.interval, young(job.save, job.mtbf)))
     costs = ", ".join(f"{name} {share:.1%}" for name, share in job.costs.items())
     found = [
         "Failures (--mtbf, --restart and --save say otherwise):",
-        f"  one every {hours:,.3g} hours on {job.chips:,} chips, as one chip fails every "
-        f"{job.mtbf * job.chips / HOUR:,.0f} hours",
-        f"  save every {job.interval / 60:,.3g} minutes (Daly; Young {young(job.save, job.mtbf) / 60:,.3g}), "
+        f"  one every {mtbf} on {job.chips:,} chips, as one chip fails every {job.mtbf * job.chips / HOUR:,.0f} hours",
+        f"  save every {interval} (Daly; Young {youngs}), "
         f"{job.save:,.3g} s each; a restart takes {job.restart / 60:,.3g} minutes",
         f"  goodput {job.goodput:.1%}: {costs}",
         f"  {job.spares:,} spare hosts are enough for 99% of the time, if each failure takes its host away for a day",

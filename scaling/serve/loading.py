@@ -98,7 +98,8 @@ def add_model(parser: Parser) -> None:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
     parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
-    parser.add_argument("--weights", choices=WEIGHTS, help="store matrices in this format, with scales")
+    formats = f"store matrices in this format, with scales: {', '.join(WEIGHTS)}"
+    parser.add_argument("--weights", choices=WEIGHTS, metavar="FORMAT", help=formats)
     parser.add_argument("--cache", choices=[*CACHES], help="store keys and values in 8 bits, with scales")
     parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
     parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')

@@ -44,6 +44,7 @@ SAID = [  # arguments, exit status, what is said among other things
      ["data parallelism across nodes needs 2,475", "TP in a node stays compute-bound up to 24.2 ways"]),
     slow(f"{SOME} --explain", 0,
          ["One layer in time", "What else could be had", "What would change the answer", "half the memory"]),
+    (f"{SOME.replace('16', '7')} --failures", 0, ["98.8% busy", "one every 7,240 hours", "Young 23 hours"]),
     (NODE, 1, ["Nothing fits", "chips: ", "Adam on the host"]),
     ("--model llama3-8b --chip rtx3090 --chips 4 --batch 64k", 1,
      ["Nothing fits", "8-bit Adam", "Adam on the host", "LoRA", "QLoRA", "holds"]),
