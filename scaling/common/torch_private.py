@@ -195,8 +195,11 @@ def storage_of(x: Tensor) -> int:
 
 
 def note_shard(x: Tensor, spec: Any, mesh: Any) -> Tensor:
-    """Note that x is a shard of this type, if the mesh splits it and its memory holds nothing else; return x."""
-    if any(mesh.sizes.get(axis, 1) > 1 for axis in spec.axes):
+    """Note that x is a shard of this type, if the mesh splits it and its memory holds nothing else; return x.
+
+    Nothing is noted while compiling, where x has no memory.
+    """
+    if not torch.compiler.is_compiling() and any(mesh.sizes.get(axis, 1) > 1 for axis in spec.axes):
         inner = unwrapped_by_all(x)
         if (memory := inner.untyped_storage()).nbytes() == inner.nbytes:
             memory.__dict__["_shard_type"] = spec

@@ -107,7 +107,7 @@ def by_graph(mesh, settings):
 @pytest.mark.slow
 @pytest.mark.compile
 def test_a_compiled_step_is_one_graph_and_learns_the_same(ranks):
-    settings = Settings(MODEL.with_(L=1), "", "", 4, 16, lr=3e-3, warmup=1, dtype="fp64")
+    settings = Settings(MODEL.with_(L=1, learned_positions=16), "", "", 4, 16, lr=3e-3, warmup=1, dtype="fp64")
     ((losses, wanted),) = ranks(by_graph, {"X": 1}, settings)
     for found, whole in ranks(by_graph, {"Y": 2}, replace(settings, compile=True)):
         assert found == pytest.approx(losses, rel=1e-12)
