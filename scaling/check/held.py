@@ -14,20 +14,25 @@ from math import prod
 from typing import NamedTuple
 
 from scaling.check.findings import said
-from scaling.spec import Spec, format_axes
+from scaling.spec import Line, Spec, format_axes
 
 
 class DimPart(NamedTuple):
-    """A dim, or a part of a merged one. `mixed`: arrays were joined in it, so the devices' blocks are not in order."""
+    """A dim, or a part of a merged one.
+
+    If arrays of different sizes were joined in it, `joints` are the places at which the second and later ones begin.
+    The devices' blocks are then not in order.
+    """
 
     size: int
     name: "str | None" = None
     axes: "tuple[str, ...] | None" = None
-    mixed: bool = False
+    joints: tuple[int, ...] = ()
 
 
 Dim = tuple[DimPart, ...]  # from major to minor; a dim that was not merged is one piece
 Pieces = tuple[tuple[int, DimPart], ...]
+JOINED = "(array)"  # the major part of a dim in which arrays were joined that are split alike
 LOOK_UP = "a look-up in what is split over"
 KEPT = 1 << 16  # answers that are cached, since layers and steps repeat the questions
 
@@ -107,10 +112,10 @@ def name_along(dim: Dim) -> "str | None":
 
 
 def axes_along(dim: Dim) -> "tuple[str, ...] | None":
-    """Return the axes of a dim, major first, also if it is merged; None if they are not known."""
+    """Return the axes of a dim, major first, also if it is merged; None if those of a piece are not known."""
     if len(dim) == 1:
         return dim[0].axes
-    if all(piece.axes is None for piece in dim):
+    if any(piece.axes is None and piece.name != JOINED for piece in dim):
         return None
     return tuple(axis for piece in dim for axis in piece.axes or ())
 
@@ -126,7 +131,7 @@ def is_interleaved(dim: Dim) -> bool:
     They are if another dim of several elements precedes a split one, or if arrays were joined in it. Then a device's
     elements are not next to each other in the whole array.
     """
-    return any(part.mixed for part in dim) or any(
+    return any(part.joints for part in dim) or any(
         part.axes and any(before.size > 1 and before.axes is not None for before in dim[:i])
         for i, part in enumerate(dim)
     )
@@ -144,7 +149,7 @@ def meeting_dim(a: Dim, b: Dim) -> "Dim | None":
                 p.size,
                 (p.name or q.name) if p.name == q.name or None in (p.name, q.name) else None,
                 axes,
-                p.mixed or q.mixed,
+                p.joints or q.joints,
             )
             for p, q, axes in ((p, q, q.axes if p.axes is None else p.axes) for p, q in zip(a, b, strict=True))
         )
@@ -218,10 +223,24 @@ PODS = "P"  # the slow axis: a line without it is the program of each pod
 RAGGED = "R"  # a dim without axes whose size differs by rank: the rows of an expert
 
 
-def over_pods(spec: Spec, dims: Collection[str], partial: bool) -> Spec:
-    """Return the type with these dims split over pods too, and unreduced over pods if it is `partial`."""
-    split = tuple((dim, (PODS, *axes) if dim in dims else axes) for dim, axes in spec.dims)
-    return replace(spec, dims=split, unreduced=(PODS, *spec.unreduced) if partial else spec.unreduced)
+def with_slices(spec: Spec, axis: str, dims: Collection[str], partial: bool) -> Spec:
+    """Return the type with these dims split over the axis too, and unreduced over it if it is `partial`.
+
+    A `RAGGED` dim without axes may be split over it already.
+    """
+    split = tuple((dim, (axis, *axes) if dim in dims and (axes or dim != RAGGED) else axes) for dim, axes in spec.dims)
+    return replace(spec, dims=split, unreduced=(axis, *spec.unreduced) if partial else spec.unreduced)
+
+
+def with_unknown(result: HeldType, operand: HeldType, line: Line) -> HeldType:
+    """Return a line's result in which dims that the line leaves whole are as unknown as they are in its operand."""
+    before, after = line.operands[0].dims, line.result.dims
+    named, made = operand.dims[len(operand.dims) - len(before) :], list(result.dims)
+    unknown = {each for each, dim in zip(before, named, strict=True) if not each[1] and axes_along(dim) is None}
+    for i, each in enumerate(after, len(made) - len(after)):
+        if each in unknown:
+            made[i] = tuple(part._replace(axes=None) for part in made[i])
+    return result._replace(dims=tuple(made))
 
 
 def at_hand(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldType:

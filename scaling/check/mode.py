@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import optree
@@ -28,6 +27,7 @@ from scaling.check.inferred import called, inferred, tensors_in
 from scaling.check.results import UNSET, ArrayMeta, view_error
 from scaling.check.typed import TypedLines
 from scaling.common.torch_private import TorchDispatchMode, storage_of
+from scaling.spec import format_axes
 
 MADE = ("rand", "randn", "randint", "randperm", "zeros", "ones", "full", "empty")
 FITTED = ("adds", "multiplies", "divides", "nonlinear", "contracts")
@@ -95,6 +95,7 @@ class Judge(TypedLines, TorchDispatchMode):
             if name in PARTS:
                 self.cut(tensors[0], results[0])
             self.wrong(view_error(name, args, kwargs, self.held(tensors[0])), tensors)
+            self.wrong(self.across_joint(name, tensors[0], results), tensors)
             if axes := self.taken_from(name, args, kwargs, tensors[0], results):
                 self.own_rows[self.shown_at(place_of_call())] = frozenset(axes)
             for x in results:
@@ -126,15 +127,15 @@ class Judge(TypedLines, TorchDispatchMode):
             else:
                 found.append((type(x), x))
         helds = [x.held for x in found if isinstance(x, ArrayMeta)]
-        if any(x.shares for x in helds) and op_kind(name) in ("adds", "fuses", "joins"):
+        if (self.ones or any(x.shares for x in helds)) and op_kind(name) in ("adds", "fuses", "joins"):
             every = frozenset().union(*(x.unreduced or () for x in helds))
             found = [x._replace(held=self.as_share(x.held, every)) if isinstance(x, ArrayMeta) else x for x in found]
         return tuple(found)
 
     def as_share(self, held: HeldType, axes: Set[str]) -> HeldType:
-        """Return the type as a term of a sum over these axes, if it was divided by as many devices."""
-        missing = axes - held.unreduced if held.unreduced is not None else ()
-        if not missing or prod(map(self.size, missing)) not in held.shares:
+        """Return the type as a term of a sum over these axes, if it was divided by as many devices or may be one."""
+        missing = axes - held.unreduced if held.unreduced is not None and not held.of_nothing else frozenset()
+        if not missing or not (missing <= self.unseen(held) or self.is_share(held, missing)):
             return held
         return held._replace(unreduced=frozenset(axes), parts="sum")
 
@@ -222,6 +223,20 @@ class Judge(TypedLines, TorchDispatchMode):
                 if 0 < m < n and was and (n % m or start // was % m or now != was):
                     return axes_along(dim) or ()
         return ()
+
+    def across_joint(self, name: str, x: Tensor, parts: Sequence[Tensor]) -> "Illegal | None":
+        """Return the rule that a slice breaks if it has rows of two arrays that were joined in a split dim."""
+        dims = self.held(x).dims
+        for part in parts if name in PARTS and any(part.joints for dim in dims for part in dim) else ():
+            start = int(part.storage_offset()) - int(x.storage_offset())
+            for (first, *_), n, m, stride in zip(dims, x.shape, part.shape, x.stride(), strict=True):
+                begin = start // stride if m < n and stride else n
+                if any(begin < joint < begin + m for joint in first.joints):
+                    over = format_axes(first.axes or ())
+                    what = f"{name} takes neighbouring rows of two arrays that were joined, each split over {over}"
+                    rule = "the last row of a device's part is followed by the next device's first, not by its own"
+                    return Illegal(what, rule, "ppermute the rows that another device has, and join those")
+        return None
 
     def cut(self, x: Tensor, part: Tensor) -> None:
         """Join the pieces of a merged dim if `part` has only some of them, as no view can separate them afterwards."""

@@ -26,7 +26,12 @@ TRANSFORMERS = {
     "CY": "plain capped chunks linear",
     "ZX": "tied",
     "EX": "experts sinks chunks",
+    "XC": "plain linear",
+    "CE": "sinks",
+    "PXC": "latent",
+    "PCY": "chunks",
 }
+FEW_ROWS = "PCY"  # a mesh on which each rank has one row of a microbatch
 SERVING = ("YZ", "heads"), ("YC", "heads"), ("YZ", "heads_batch"), ("YZ", "sequence"), ("XYZ", "2d"), ("EY", "experts")
 LAYERS = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY", "pods": "PXY", "zero": "X"}
 
@@ -42,7 +47,11 @@ def programs() -> Iterator[tuple[str, Mapping[str, int], Callable[[Any], Any]]]:
             yield (
                 f"transformer, {kind}, {axes}",
                 dict.fromkeys(axes, 2),
-                lambda mesh, kind=kind: _transformer(kind, mesh),
+                lambda mesh, kind=kind, few=axes == FEW_ROWS: (
+                    train_transformer(kind, mesh, 4, microbatches=2, remat="block", reduce="each")
+                    if few
+                    else train_transformer(kind, mesh)
+                ),
             )
     for axes, form in SERVING:
         yield f"serving, {form}", dict.fromkeys(axes, 2), lambda mesh, form=form: _serving(form, mesh)
@@ -68,17 +77,21 @@ def _config(kind: str) -> Any:
     }[kind]  # fmt: skip
 
 
-def _transformer(kind: str, mesh: Any) -> None:
-    """Compute the loss of a tiny Transformer, and its gradients, which are typed as its params."""
+def train_transformer(kind: str, mesh: Any, rows: int = 32, documents: bool | None = None, **options: Any) -> None:
+    """Compute the loss of a tiny Transformer, and its gradients, which are typed as its params.
+
+    `documents`: whether segments are packed, by default those over C. Other options are those of `loss_and_grads`.
+    """
     config, watch = _config(kind), who_watches()
     assert watch is not None
-    types, rows = strategy.specs(config, mesh), str(present("t[B_PXE, T_C]", mesh))
+    types, of_rows = strategy.specs(config, mesh), str(present("t[B_PXE, T_C]", mesh))
     params = strategy.shard(model.init(config, 0, torch.float32, "meta"), config, mesh)
     tokens, targets, segments, weights = tree.shard(
-        [torch.zeros(32, 16).long()] * 3 + [torch.ones(32, 16)], [rows] * 4, mesh
+        [torch.zeros(rows, 16).long()] * 3 + [torch.ones(rows, 16)], [of_rows] * 4, mesh
     )
-    options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
-    options |= {"segments": segments} if mesh.sizes.get("C") else {}
+    options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01} | options
+    documents = "C" in mesh.sizes if documents is None else documents
+    options |= {"segments": segments} if documents else {}
     options |= {"context": "ring"} if config.linear else {}
     _, grads = strategy.loss_and_grads(params, tokens, targets, config, mesh, **options)
     for where, dW, spec in tree.paired(grads, types, "grads"):

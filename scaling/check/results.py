@@ -7,6 +7,7 @@ may mean each device's own part; docs/rules.md lists them.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from scaling.algebra.layouts import DimAxes
 from scaling.algebra.ops import ELEMENTWISE, kept_sums, op_kind
 from scaling.check.findings import RULES
 from scaling.check.held import (
+    JOINED,
     Dim,
     DimPart,
     HeldType,
@@ -86,7 +88,7 @@ def result_types(
         if name == "ones_like":
             return [operands[0]._replace(unreduced=frozenset(), parts="", made="seed", name="")]
         new = of_nothing(shapes[0], name in ZEROS)
-        return [new._replace(dims=operands[0].dims) if operands and operands[0].shape == shapes[0] else new]
+        return [new._replace(dims=operands[0].dims) if name.endswith("_like") or name == "zero" else new]
     if all(x.of_nothing for x in operands):
         keeps = kind in ("linear", "adds", "multiplies", "divides", "sums")
         new = of_nothing((), keeps and all(x.unreduced is None for x in operands))
@@ -141,8 +143,8 @@ def _sums_by_parts(name: str, kind: str, operands: list[HeldType], sums: tuple) 
 def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -> HeldType:
     """Return the type of an op's result by the law, with the names and pieces of the operands' dims."""
     numbered = op.whole if kind == "picks" else ()  # rows chosen by number may be any device's
-    if op.name == "stack" or (kind == "joins" and op.whole):  # a stack's dims are unknown: it may be blocks of a ring
-        inputs = tuple(tuple(None if op.name == "stack" or d in op.whole else d for d in own) for own in op.inputs)
+    if kind == "joins" and op.whole:
+        inputs = tuple(tuple(None if d in op.whole else d for d in own) for own in op.inputs)
         op = op._replace(inputs=inputs)
     if kind in ("picks", "joins") or op.name in (*PARTS, *OWN_PARTS):
         op = op._replace(whole=())
@@ -238,7 +240,8 @@ def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType
     dim: Dim = (DimPart(size_along(found.dims[at]), names.pop() if len(names) == 1 else None, axes),)
     if axes and len(own) > 1:
         alike = len({size_along(each) for each in own}) == 1
-        dim = (DimPart(len(own)), *own[0]) if alike else (dim[0]._replace(mixed=True),)
+        joints = tuple(accumulate(map(size_along, own[:-1])))
+        dim = (DimPart(len(own), JOINED), *own[0]) if alike else (dim[0]._replace(joints=joints),)
     return found._replace(dims=(*found.dims[:at], dim, *found.dims[at + 1 :]))
 
 

@@ -1,13 +1,13 @@
 """The judge at typed lines: an operand is compared with its declared type, and a result gets its declared type."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scaling.check.findings import Judgement, place_of_call, place_parts, said
+from scaling.check.findings import LIBRARY, Judgement, place_of_call, place_parts, said
 from scaling.check.held import (
     LOOK_UP,
     PODS,
@@ -18,7 +18,8 @@ from scaling.check.held import (
     dims_said,
     is_interleaved,
     look_up_over,
-    over_pods,
+    with_slices,
+    with_unknown,
 )
 from scaling.check.known import KnownArrays
 from scaling.collectives.calls import zeroed
@@ -26,6 +27,7 @@ from scaling.collectives.linear import Pending, run_op
 from scaling.collectives.multiply import Deferred, einsum
 from scaling.spec import Line, Spec, parse, parse_line, refuse
 
+BY_SLICE = f"{LIBRARY}strategies/context/"  # a listing whose lines name only the axes of the sequence
 SAID = "result ", "argument ", "forward returns", "backward returns", "update returns"  # not a line of the program
 
 
@@ -48,6 +50,7 @@ class TypedLines(KnownArrays):
         self.deferred: dict[int, tuple[Deferred, str, str]] = {}  # by id: the product, its place, the line shown
         self.ran: set[Any] = set()  # the code of the typed functions that were called
         self.apart: set[str] = set()  # axes along which ranks send to each other, each having its own part
+        self.by_slice: set[frozenset] = set()  # the dims, before and after, of lines in `BY_SLICE`
         self.passed_on: set[str] = set()  # axes along which blocks are passed to the next rank of a ring
 
     def reached(self) -> str:
@@ -67,7 +70,7 @@ class TypedLines(KnownArrays):
             own = self.apart & {*declared.unreduced}
             if own and (held.made not in ("line", "seed") or (by == "mean" and not held.parts)):
                 held = held._replace(unreduced=held.unreduced | own, parts=held.parts or "sum", made="")
-            elif gone and prod(map(self.size, gone)) in held.shares:
+            elif gone and self.is_share(held, gone):
                 held = held._replace(unreduced=held.unreduced | gone)
         if (broken := broken_rule(held, declared, line, by, self.params, self.ones)) is not None:
             rule, text = broken
@@ -76,22 +79,44 @@ class TypedLines(KnownArrays):
         elif held.through.startswith(LOOK_UP) and held.unreduced is None:
             self.skip("which rows are taken depends on their numbers, so the line's type is believed", place)
 
-    def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
-        """Return a line that names no pods as a pod runs it: P is added where an array is split or unreduced over P."""
-        specs = *line.operands, line.result
-        if self.size(PODS) < 2 or any(PODS in spec.named_axes for spec in specs):
-            return line
+    def unseen(self, held: HeldType) -> Set[str]:
+        """Return the axes over which an array may be a sum: no view shows that a dim of one element was summed over."""
+        return self.ones if held.made not in ("line", "seed") else frozenset()
+
+    def is_share(self, held: HeldType, axes: Set[str]) -> bool:
+        """Return whether an array was divided by the number of devices along these axes, which add their shares."""
+        return any(prod(map(self.size, some)) in held.shares for some in (axes, axes - self.unseen(held)))
+
+    def in_slices(self, line: Line, operands: Sequence[HeldType], every_axis: bool = False) -> Line:
+        """Return a line as each slice of the mesh runs it, along axes that it does not name.
+
+        Each of these axes, the pods or all, is added where an array is split or unreduced over it, as the major one.
+        """
+        named = {axis for spec in (*line.operands, line.result) for axis in spec.named_axes}
+        for axis in reversed([*(self.sizes or ())] if every_axis else [PODS]):
+            if self.size(axis) > 1 and axis not in named:
+                line = self._in_slice(line, operands, axis)
+        return line
+
+    def runs_by_slice(self, line: Line, place: str) -> bool:
+        """Return whether a collective's line names only its own axes: it is in `BY_SLICE`, or the transpose of one."""
+        change = frozenset(spec.dims for spec in (*line.operands, line.result))
+        if place.startswith(BY_SLICE):
+            self.by_slice.add(change)
+        return change in self.by_slice
+
+    def _in_slice(self, line: Line, operands: Sequence[HeldType], axis: str) -> Line:
         split, partial = [], False
         for held, spec in zip(operands, line.operands, strict=False):
             dims = zip(held.dims[len(held.dims) - len(spec.dims) :], spec.dim_names, strict=False)
-            split.append([name for dim, name in dims if PODS in (axes_along(dim) or ())])
-            partial |= PODS in (held.unreduced or ())
+            split.append([name for dim, name in dims if axis in (axes_along(dim) or ())])
+            partial |= axis in (held.unreduced or ())
         every = {name for names in split for name in names}
         inside = [
-            over_pods(spec, names, PODS in (held.unreduced or ()))
+            with_slices(spec, axis, names, axis in (held.unreduced or ()))
             for held, spec, names in zip(operands, line.operands, split, strict=False)
         ]
-        result = over_pods(line.result, every, partial or bool(every - {*line.result.dim_names}))
+        result = with_slices(line.result, axis, every, partial or bool(every - {*line.result.dim_names}))
         return Line((*inside, *line.operands[len(inside) :]), result)
 
     # The reports of typed calls.
@@ -115,7 +140,7 @@ class TypedLines(KnownArrays):
         elif isinstance(x, Tensor):
             x, before = self.meta(x), len(self.report.findings)
             held = self.held(x)
-            inside = self.in_pods(Line((spec,), spec), [held]).operands[0]
+            inside = self.in_slices(Line((spec,), spec), [held]).operands[0]
             if line.startswith(SAID):
                 inside = Spec(spec.name, inside.dims, spec.unreduced)
             self.compare(held, inside, line, "", place)
@@ -214,11 +239,12 @@ class TypedLines(KnownArrays):
         """Judge a collective, run it, and declare its result."""
         typed, place, held = parse_line(op.line), self.reached(), self.held(x)
         declared, ring = typed.operands[0], op.kind == "CollectivePermute"
+        by_slice = self.runs_by_slice(typed, place)
         if ring:  # x is a block that a ring passes on, or the ring's sum so far
             self.passed_on |= set(op.axes)
             held, declared = at_hand(held, op.axes, True), declared.without(op.axes)
             self.give(x, held)
-        line = self.in_pods(Line((declared,), typed.result), [held])
+        line = self.in_slices(Line((declared,), typed.result), [held], by_slice)
         if op.kind in ("Broadcast", "Scatter") and held.unreduced is not None:  # only the root's part counts
             held = held._replace(unreduced=held.unreduced | {*op.axes}, parts="root")
         by = op.by if op.kind in ("AllReduce", "ReduceScatter", "Reduce") else ""
@@ -227,6 +253,8 @@ class TypedLines(KnownArrays):
         with self.silence():
             result = run_op(x, op)
         self.declare(result, line.result, place, "root" if op.kind in ("Gather", "Reduce") else held.parts)
+        if by_slice:
+            self.give(result, with_unknown(self.held(result), held, line))
         if ring:
             self.give(result, at_hand(self.held(result), op.axes, True)._replace(made="ring"))
         if op.kind in ("Gather", "Reduce") and op.at_root:  # for the root it is whole, for a sum it is one term
@@ -278,7 +306,7 @@ class TypedLines(KnownArrays):
         known = self.deferred.pop(id(deferred), None)
         a, b, place = self.meta(a), self.meta(b), known[1] if known else self.reached()
         given = [self.held(x) for x in (a, b) if isinstance(x, Tensor)]
-        line = self.in_pods(parse_line(text), given)
+        line = self.in_slices(parse_line(text), given)
         for held, declared in zip(given, line.operands, strict=False):
             self.compare(held, declared, text, "", place)
         with self.silence():

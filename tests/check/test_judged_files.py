@@ -7,6 +7,7 @@ import ast
 import re
 import sys
 from importlib import import_module
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from sources import parsed
 from scaling.check import check_source, judged, main
 from scaling.check.contracts import documented
 from scaling.check.files import check_lines
-from scaling.check.programs import programs
+from scaling.check.programs import TRANSFORMERS, programs, train_transformer
 from scaling.check.run import judge_file
 from scaling.mesh import AbstractMesh
 
@@ -136,6 +137,36 @@ def test_a_fault_in_the_lines_of_a_family_is_found(what):
         assert report.findings
     finally:
         restore(module)
+
+
+@pytest.mark.parametrize("axes", ["XC", "CE", "PXC", "PCY"])
+def test_nothing_is_found_where_the_sequence_and_the_batch_are_split(axes):
+    for name, sizes, run in programs():
+        if name.endswith(f", {axes}"):
+            with judged(AbstractMesh(sizes)) as report:
+                run(AbstractMesh(sizes))
+            assert report.findings == [], name
+            assert report.judged > 600
+
+
+KINDS = sorted({kind for kinds in TRANSFORMERS.values() for kind in kinds.split()})
+ONE_ROW = {"microbatches": 2, "remat": "block", "reduce": "each"}  # of a microbatch, on each rank
+OPTIONS = {}, {"context": "gather"}, {"context": "ulysses"}, {"context": "ring"} | ONE_ROW, ONE_ROW
+AXES = ["".join(some) for n in (2, 3) for some in combinations("PXCYE", n)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("axes", "kind"), [*product(AXES, KINDS)])
+def test_nothing_is_found_in_any_model_on_any_axes(axes, kind):
+    if "E" in axes and kind not in ("experts", "sinks", "chunks"):
+        return  # it has no experts
+    mesh, blocks = AbstractMesh(dict.fromkeys(axes, 2)), 2 ** sum(axis in "PXE" for axis in axes)
+    for options, documents in product(OPTIONS, (False, True)):
+        options = {name: value for name, value in options.items() if name != "context" or "C" in axes}
+        rows = 2 * blocks if "remat" in options else 32
+        with judged(mesh) as report:
+            train_transformer(kind, mesh, rows, documents, **options)
+        assert report.findings == [], f"{options}, {documents}"
 
 
 @pytest.mark.slow

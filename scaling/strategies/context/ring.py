@@ -2,6 +2,9 @@
 
     Q[B, T_C, N, H], K[B, S_C, K, H], V[B, S_C, K, H] -> O[B, T_C, N, H]
 
+The lines name the axes of the sequence alone. Any others may split B or the heads, and each slice of the mesh along
+them runs the lines by itself.
+
 A rank holds its part of the sequence as ranges of positions, which determine how much it computes: in plain order one
 chunk, in zig-zag order two, one as early as the other is late.
 
@@ -23,6 +26,7 @@ sequence stays split over that axis, and attention inside is a ring over it (USP
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import lcm
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +106,8 @@ def _exchange(x: Tensor, dim: int, mesh, axis: str, back: bool) -> Tensor:
         dims = f"{x.dim()} dims" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ShardingError(f"zig-zag order of dim {dim!r} of {dims}\n  fix: name the dim of a tensor that is T")
     C, c, dim = mesh.group((axis,)).size, mesh.group((axis,)).index, dim % x.dim()
-    letters = [f"T_{format_axes((axis,))}" if i == dim else chr(ord("A") + i) for i in range(x.dim())]
+    letters = ["B", "N", "H", *ascii_lowercase][: x.dim() - 1]
+    letters.insert(dim, f"T_{format_axes((axis,))}")
     line = f"x[{', '.join(letters)}]"
     check_length("zigzag", C * x.shape[dim], C, line)
     if torch.compiler.is_compiling():

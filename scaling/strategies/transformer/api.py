@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling import tree
+from scaling import collectives, tree
 from scaling.collectives import all_gather, all_reduce, einsum
 from scaling.configs import Config
 from scaling.mesh.meeting import agree
@@ -228,7 +228,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     tokens are rotated, masked and dropped. `seed` is that of dropout; None drops nothing.
     """
     config, mesh, form, M, (rows, t) = step.config, step.mesh, step.options.context, step.options.microbatches, shape
-    split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)
+    split = mesh.sizes.get("C", 1) > 1
     places = ring.positions(form, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
     check_positions(config, t * mesh.sizes.get("C", 1), segments is not None)
     rope = partial(layer_tables, config, dtype=step.dtype, length=t * mesh.sizes.get("C", 1))
@@ -240,7 +240,8 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     dropping: dict[str, Any] = {}
     tables = rope(places) if segments is None else ()
     if segments is not None:
-        restart = restarted(all_gather("s[B, T_C] -> s[B, T]", segments, mesh))[:, c * t : (c + 1) * t]
+        restart = restarted(all_gather("s[B_PXE, T_C] -> s[B_PXE, T]", segments, mesh))
+        restart = collectives.shard("s[B_PXE, T] -> s[B_PXE, T_C]", restart, mesh)
         documents, ids = in_form(restart.contiguous(), step).chunk(M), in_form(segments, step).chunk(M)
     if config.dropout and seed is not None:
         every = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
