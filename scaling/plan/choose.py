@@ -177,7 +177,7 @@ def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, ch
             needs.append(needed)
             if needs[-1] > room * 2 ** (DOUBLED - doubled):  # a rank with half of the rows needs at least half
                 break
-    raise ValueError(f"a rank needs {min(needs) / 1e9:.2f} GB\n  fix: choose another mesh")
+    raise ValueError(f"a rank needs {min(needs) / 1e9:.2f} GB of {room / 1e9:.2f}\n  fix: choose another mesh")
 
 
 def planned(

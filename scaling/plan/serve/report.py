@@ -157,7 +157,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
     kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in ms.items())
     dollars, likely = price or best.chip.price, best.likely
-    spent = ", ".join(f"{name} {1e3 * part:.3g}" for name, part in likely.parts.items() if part)
+    spent = ", ".join(f"{name} {_ms(part)}" for name, part in likely.parts.items() if part)
     lines = [asked(s, best.chip), *counted_without(s.config), ""]
     if objective == "throughput" and not (s.latency or s.ttft or s.tpot or fixed.get("batch")):
         lines += ["Latency against throughput, as forecast (balanced: the fastest at half of the most tokens/s):"]
@@ -173,8 +173,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"{_mesh(best)}; batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
-        f"Forecast:   {1e3 * likely.seconds:.3g} ms a token of each request, {best.served:,.1f} tokens/s a chip: "
-        f"{spent} ms",
+        f"Forecast:   {_ms(likely.seconds)} ms a token of each request, {best.served:,.1f} tokens/s a chip: {spent} ms",
         f"            {off_by(best.chip)}",
         f"First token: {_ms(best.ttft)} ms, as forecast; "
         + (off_by(best.chip, s.engine) if gpu else f"at {s.mfu:.0%} MFU; no measured row tells how far off that is"),
