@@ -4,7 +4,7 @@ A step is linear in its layers, microbatches, experts and chunks of the loss. So
 each, and the weighted sum of these traces is the count of the whole step (`cost.lines`).
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -143,7 +143,7 @@ def short_pipelines(
         L = dense + n * stages * chunks + more // Z * stages + (more % Z > 0)
         return Loops(L, M, stages, z and stages - 1, ahead)
 
-    found: Counter[Loops] = Counter()
+    found: defaultdict[Loops, Fraction] = defaultdict(Fraction)
     later = Fraction(M - start[Z], few if rounds else 1)  # further microbatches add their tokens
     parts = [(a * b, depth(n, start[k], k)) for a, n in per_stage for b, k in between(Z, few, few + 1, few, few + 1)]
     for a, n in per_stage if model.moe else [(Fraction(1), deepest)]:
@@ -152,8 +152,8 @@ def short_pipelines(
     posted = Fraction(LIMITS.ahead - 1)
     parts += [(posted, depth(deepest, start[few], ahead=2)), (-posted, depth(deepest, start[few]))]
     for weight, each in parts:
-        found[each] += weight  # type: ignore[assignment]
-    return [(Fraction(weight), each) for each, weight in found.items() if weight]
+        found[each] += weight
+    return [(weight, each) for each, weight in found.items() if weight]
 
 
 def busy_from(Z: int, z: int, ahead: int, rounds: bool) -> int:
@@ -322,12 +322,9 @@ def traced(structure: Structure, live: bool) -> StepProgram | NotMonomial:
 
 
 def program_at(
-    found: StepProgram,
-    structure: Structure,
-    settings: Settings,
-    sizes: Mapping[str, int],
+    found: StepProgram, structure: Structure, settings: Settings, sizes: Mapping[str, int],
     coord: Mapping[str, int] | None,
-) -> CountedStep:
+) -> CountedStep:  # fmt: skip
     """Return a step's bytes sent, FLOPs and memory: a structure's program evaluated at a run's own sizes."""
     model, (number, held), C = settings.model, loss_chunks(settings, sizes), sizes.get("C", 1)
     at: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in "PXYE"}
