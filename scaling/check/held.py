@@ -112,7 +112,7 @@ def name_along(dim: Dim) -> "str | None":
 
 
 def axes_along(dim: Dim) -> "tuple[str, ...] | None":
-    """Return the axes of a dim, major first, also if it is merged; None if those of a piece are not known."""
+    """Return the axes of a dim, major first, also if it is merged; None if the axes of one piece are not known."""
     if len(dim) == 1:
         return dim[0].axes
     if any(piece.axes is None and piece.name != JOINED for piece in dim):
@@ -233,7 +233,7 @@ def with_slices(spec: Spec, axis: str, dims: Collection[str], partial: bool) -> 
 
 
 def with_unknown(result: HeldType, operand: HeldType, line: Line) -> HeldType:
-    """Return a line's result in which dims that the line leaves whole are as unknown as they are in its operand."""
+    """Return a line's result; a dim that the line leaves whole is unknown in it if it is unknown in the operand."""
     before, after = line.operands[0].dims, line.result.dims
     named, made = operand.dims[len(operand.dims) - len(before) :], list(result.dims)
     unknown = {each for each, dim in zip(before, named, strict=True) if not each[1] and axes_along(dim) is None}

@@ -80,7 +80,7 @@ def _config(kind: str) -> Any:
 def train_transformer(kind: str, mesh: Any, rows: int = 32, documents: bool | None = None, **options: Any) -> None:
     """Compute the loss of a tiny Transformer, and its gradients, which are typed as its params.
 
-    `documents`: whether segments are packed, by default those over C. Other options are those of `loss_and_grads`.
+    `documents` says whether segments are packed, by default if the mesh has C. `options` go to `loss_and_grads`.
     """
     config, watch = _config(kind), who_watches()
     assert watch is not None

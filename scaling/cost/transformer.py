@@ -271,7 +271,7 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     if remat == "matmuls":
         return matmuls
     attended = {"heads": Q, "statistics": config.N} if remat != "attention" else {}  # Q and K are kept rotated
-    if config.moe:  # the rows that experts receive, those that they return, their sum, and the router's input in fp32
+    if config.moe:  # rows that experts receive and return, the sum of the latter, and the router's fp32 input
         norms += (2 * config.k + 2) * D
     return matmuls | {"norms": norms} | attended | {"activation": F, "product": F if config.gated else 0}
 

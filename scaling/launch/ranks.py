@@ -253,7 +253,7 @@ OMP_PAUSE_HARD = 2  # OpenMP 5.0
 
 
 def ready_to_fork() -> None:
-    """Do once what forked ranks would each have to do, and end the threads for which they would wait in vain.
+    """Import the compiler once for all ranks before the fork, and end the threads that a fork does not copy.
 
     The first gradient of torch.func imports the compiler, 840 modules in all. Ranks that share the cores would take
     several times as long for it.

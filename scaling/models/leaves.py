@@ -273,7 +273,7 @@ def leaves_of(config: Config) -> dict:
     return {"embed": ends.pop("embed")} | first | {"layers": layers} | ends
 
 
-APART = {  # features of a model, each with those that no code here computes beside it
+APART = {  # pairs of features that no code here computes in one model
     "latent attention": (
         "biases, qk_norm, LayerNorm, norms after blocks, parallel blocks, score_cap, sinks, head_gate, "
         "unrotated layers, score_scale, partial rotation, chunks, longrope, head_clip, norms without gains"

@@ -89,7 +89,7 @@ def of_transformer(
 ) -> Amount:
     """Return the bytes beside params and state of `scaling.train`'s step at its fullest moment.
 
-    `shards` are two numbers: the chips over which gradients of dense weights are scattered, and those of experts.
+    `shards` are two numbers: over how many chips the gradients of dense weights and of experts are scattered.
     `once` says whether they are scattered after the last microbatch, as whole sums. A stage of a pipeline adds up whole
     gradients, has memory for the scattered ones as well, and holds its table of the vocabulary and its gradient whole.
     """
@@ -168,7 +168,7 @@ def moments_of_layer(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     """Return the most bytes of a layer's forward and backward, beside saved activations and gathered weights.
 
     The backward pass holds most at the end of the MLP or of attention, when the norm is differentiated. It then holds
-    what was computed again, the cotangents, the gradients of weights in the dtype of the products, and the norm's two
+    the arrays computed again, the cotangents, the gradients of weights in the dtype of the products, and the norm's two
     arrays, plus one in fp32. In both passes of a layer with experts, a token also has rows of D for each of its
     experts, in several forms at once while the experts' results are weighted.
     """

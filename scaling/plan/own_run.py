@@ -18,7 +18,7 @@ def own_run(
     The lines have the command that runs the layout, and the bytes that its step sends and holds by its own count. If it
     does not fit by that count, more microbatches are tried. If `scaling.train` cannot run the layout, or it still does
     not fit, they have the reason, and the command of the cheapest mesh that runs. With `explain` they also have the
-    lines of the step with their cost. What the user has `fixed` does not change, except for the mesh.
+    lines of the step with their cost. The options in `fixed` do not change, except for the mesh.
 
     The job's `shards` must be ("fsdp",).
     """

@@ -145,7 +145,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
 def again(config: Config, policy: str) -> tuple[float, float, float, float]:
     """Return the elements that a backward pass computes again per token: of attention, then of the MLP.
 
-    Each has two numbers, of elements that are split over tensor, and of those that are not. "block" computes all of a
+    Each has two numbers: elements that are split over tensor, and elements that are not. "block" computes all of a
     layer again, and attention's before the MLP's backward; Q and K are then held before and after their rotation.
     """
     rows, D = tm.saved_widths(config, "none"), config.D

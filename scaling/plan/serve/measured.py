@@ -6,11 +6,11 @@ and the rates that fit one half forecast the other. The last lines printed are r
 
 Left out are other models than MODELS, repeated rows, rows whose caches do not fit, and prompts that ran on other chips.
 
-Three sets of rows say how they were measured. In SGLang's of Qwen3-32B all requests come and end together: the first
-token takes half of the time of all prompts, and a further one waits for half as many prompts as in vLLM's, whose
-requests are staggered. In TensorRT-LLM's of Llama-3.1-8B one request of each batch waits until another ends: the first
-token is late by the time of a request divided by the batch. Its servers of Llama-3.1-70B send 20 tokens at a time if
-1,024 are generated.
+How three sets of rows were measured is inferred from their own times. In SGLang's of Qwen3-32B all requests come and
+end together: the first token takes half of the time of all prompts, and a further one waits for half as many prompts as
+in vLLM's, whose requests are staggered. In TensorRT-LLM's of Llama-3.1-8B one request of each batch waits until another
+ends: the first token is late by the time of a request divided by the batch. Its servers of Llama-3.1-70B send 20 tokens
+at a time if 1,024 are generated.
 """
 
 import csv

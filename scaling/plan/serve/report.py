@@ -203,7 +203,8 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
 def front(found: Sequence[ServingPlan]) -> list[ServingPlan]:
     """Return the plans that no other beats in both the time of a token and tokens/s per chip, as forecast.
 
-    The plans are those of `found`, with the batch that they have and with halves of it; the fastest token comes first.
+    Each plan of `found` is tried with its own batch and with a half, a quarter and so on of it. The fastest token comes
+    first.
     """
     smaller = [
         replace(one, batch=one.groups * (one.batch // one.groups >> i))

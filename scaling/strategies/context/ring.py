@@ -2,8 +2,8 @@
 
     Q[B, T_C, N, H], K[B, S_C, K, H], V[B, S_C, K, H] -> O[B, T_C, N, H]
 
-The lines name the axes of the sequence alone. Any others may split B or the heads, and each slice of the mesh along
-them runs the lines by itself.
+The lines name the axes of the sequence alone. Other axes may split B or the heads; the ranks that
+share a place along them then run the lines, without the other ranks.
 
 A rank holds its part of the sequence as ranges of positions, which determine how much it computes: in plain order one
 chunk, in zig-zag order two, one as early as the other is late.
