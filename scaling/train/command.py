@@ -23,7 +23,6 @@ from scaling.common.torchrun import first_rank, this_rank, world_size
 from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.models.ends import NO_END
 from scaling.models.text import NAME
 from scaling.spec.sizes import format_sizes, parse_mesh
 from scaling.train import compare, corpus, dry, evaluate, export, flight
@@ -79,8 +78,6 @@ def arguments(argv=None) -> argparse.Namespace:
             flags += flags_of(file, options)
         except ValueError as error:
             parser.error(str(error))
-    if before and "eos_id" not in read_table(before):
-        flags += [f"--eos-id={NO_END}", "--no-template"]  # an older run keeps reading documents as it did
     words = [*flags, *(sys.argv[1:] if argv is None else argv)]
     args = parser.parse_args(words, argparse.Namespace(words=words))
     if (args.step or args.new_data) and not args.resume:

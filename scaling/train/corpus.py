@@ -198,16 +198,10 @@ def shards_index(folder: Path, by: Tokenizer) -> dict:
         ValueError: Another tokenizer made their ids, or none is known to have made them.
     """
     index = json.loads((folder / INDEX).read_text())
-    name = index["tokenizer"]
-    if "identity" not in index and name != "bytes" and not Path(name).exists():  # written by an older version
-        raise ValueError(
-            f"{folder}: was made with {name}, which is not there: nothing says which tokenizer that was"
-            "\n  fix: tokenize the text again"
-        )
-    if (index["identity"] if "identity" in index else tokenizer(name).identity) != by.identity:
+    if index.get("identity") != by.identity:
         whose = f"those of {by.name}" if by.identity else f"known to be those of {by.name}, which has no {FILE}"
         raise ValueError(
-            f"{folder}: its ids are those of {name}, not {whose}"
+            f"{folder}: its ids are those of {index['tokenizer']}, not {whose}"
             "\n  fix: tokenize the text by the tokenizer of the model, or give its own with --tokenizer"
         )
     return index
@@ -224,18 +218,13 @@ def _shards(folder: Path, by: Tokenizer, eos: int) -> Corpus:
         if not (folder / name).is_file() or (folder / name).stat().st_size != nbytes:
             raise ValueError(f"{folder / name}: missing or cut short\n  fix: write the shards again")
     counted = tuple(numpy.load(folder / name, mmap_mode="r") for name in index["counted"])
-    parts, ended, notes = tuple(_row(folder / name) for name in index["tokens"]), ended_with(index), ()
+    parts, ended, notes = tuple(_row(folder / name) for name in index["tokens"]), index["eos"], ()
     if eos not in (NO_END, ended):
         how = "without an end of text" if ended == NO_END else f"with the id {ended}"
         notes = (f"{folder}: its documents end {how}, not with {eos}\n  fix: tokenize the text again",)
     corpus = Corpus(parts, numpy.load(folder / index["starts"]), counted, notes)
     corpus.__dict__["top"] = index["top"]  # from the index, so that the shards need not be read for it
     return corpus
-
-
-def ended_with(index: dict) -> int:
-    """Return the id that ends each document of token shards, or `NO_END` if an older index does not record it."""
-    return index.get("eos", NO_END)
 
 
 def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int | None = None, templated: bool = True) -> dict:

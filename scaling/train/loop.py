@@ -50,7 +50,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     frozen, own = parted(settings, started(settings, mesh)) if settings.adapters else ({}, None)
     held, start, before = begun(settings, mesh, optimizer, specs, made_with, own)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
-    first = seen if begins_new_data(settings, before, made_with) else held["data"].get("begun", 0)
+    first = seen if begins_new_data(settings, before, made_with) else held["data"]["begun"]
     train, made_with["held_out"], gone = leave_out(train, valid, before.get("held_out", []))
     lr_at = rate(settings)
     step, result = make_step(settings, mesh, optimizer, frozen), {"step": start, "sequences": seen}
@@ -130,7 +130,7 @@ def begun(
         state, step, before = first_whole(settings, steps, made_with, specs, mesh)
         said = [option_changes(before, made_with), rate_change(settings, before, step)]
         if begins_new_data(settings, before, made_with):
-            said.append(f"a new epoch of other data: {changed_data(settings, before, made_with) or settings.data}")
+            said.append(f"a new epoch of other data: {changed_data(settings, before, made_with)}")
         if mesh.rank == 0 and any(said):
             print(f"from step {step + 1} on: {'; '.join(filter(None, said))}", flush=True)
         return state, step, before

@@ -28,7 +28,7 @@ from scaling.models.text import (
     tokenizer,
     tokenizer_of,
 )
-from scaling.train.corpus import INDEX, check_data, ended_with, kind_of_data, shards_index
+from scaling.train.corpus import INDEX, check_data, kind_of_data, shards_index
 from scaling.train.documents import end_of_documents
 from scaling.train.durable import complete
 from scaling.train.settings import Settings
@@ -104,7 +104,7 @@ def tokenizer_for(config: Config, model: str, weights: str, given: "str | None",
         ValueError: The weights or the shards of `data` belong to another tokenizer, or no tokenizer can read the text.
     """
     places = [Path(path) for path, _ in weighted_paths(data)]
-    if out is not None and options_of(out).get("identity") is not None:
+    if out is not None:
         if given and given != str(out / MODEL):
             by = checked_tokenizer(tokenizer(given), config.V, config.name)
         else:
@@ -165,7 +165,7 @@ def end_for(settings: Settings, args: argparse.Namespace) -> int:
     places = [Path(path) for path, _ in weighted_paths(settings.data)]
     by, shards = tokenizer_in(settings), [path for path in places if (path / INDEX).is_file()]
     if shards and args.eos_id is None and not args.no_eos:
-        return ended_with(shards_index(shards[0], by))
+        return shards_index(shards[0], by)["eos"]
     found = end_of_documents(by, args, any(kind_of_data(path) == "text" for path in places))
     if found >= settings.model.V:
         raise ValueError(

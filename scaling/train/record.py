@@ -1,8 +1,7 @@
 """Record the options, model, tokenizer and data that a checkpoint was made with, and compare them on resumption.
 
 The index of each step holds this record. A resumed run makes its own record and compares the two before it writes
-anything into its folder. A checkpoint of an older version has no record, so its run.toml, model and leaves are compared
-instead.
+anything into its folder.
 
 Data are identified by the size and a digest of each file in the order of reading. A file of at most 8 MiB is hashed
 whole. In a larger file only 64 blocks of 64 KiB are hashed, spread evenly from its first byte to its last, so that a
@@ -22,14 +21,14 @@ import torch
 from scaling.common.torchrun import this_rank
 from scaling.configs import Config
 from scaling.configs.sources import RUN
-from scaling.models.ends import NO_END, chosen_end
+from scaling.models.ends import chosen_end
 from scaling.models.template import chat_template
 from scaling.models.text import Tokenizer
-from scaling.train import checkpoint, dcp
+from scaling.train import checkpoint
 from scaling.train.corpus import check_data, shards_index
 from scaling.train.durable import newest_first, step_name
 from scaling.train.origin import config_of_run, options_of, tokenizer_in, weighted_paths
-from scaling.train.settings import DTYPES, Settings, rate
+from scaling.train.settings import Settings, rate
 
 WHOLE, BLOCK, BLOCKS = 1 << 23, 1 << 16, 64  # bytes hashed whole; bytes and number of the blocks of a larger file
 LISTED = 1000  # files of a source that are listed one by one; the rest share one digest
@@ -65,18 +64,17 @@ def weights_digest(folder: Path) -> list[str]:
 def recorded(out: Path, step: int | None) -> dict[str, Any]:
     """Return the record of a step; if `step` is None, that of the model and tokenizer in the run's folder.
 
-    A step of an older version has no record, and the result holds what run.toml and the step's leaves show.
+    Raises:
+        ValueError: The step has no record, or that of another command.
     """
-    content = checkpoint.index(out, step) if step is not None else {}
-    if "made_with" in content:
-        return content["made_with"]
-    kept, found = options_of(out) if (out / RUN).is_file() else {}, {}
-    if kept.get("identity") is not None:
-        found = {"model": _sizes(config_of_run(out)), "tokenizer": kept["identity"]}
     if step is not None:
-        first = {"eos_id": NO_END, "no_template": True}  # how documents were read before run.toml said so
-        known = first | kept | _of_state(out, step)
-        found["options"] = {name: known[name] for name in (*FIXED, *FREE) if name in known}
+        if "options" not in (found := checkpoint.index(out, step).get("made_with", {})):
+            what = f"{out / step_name(step)}: does not say with which options of scaling.train it was made"
+            raise ValueError(f"{what}\n  fix: begin another run with another --out")
+        return found
+    if not (out / RUN).is_file():
+        return {}
+    found = {"model": _sizes(config_of_run(out)), "tokenizer": options_of(out, identity=str)["identity"]}
     return json.loads(json.dumps(found))
 
 
@@ -104,17 +102,6 @@ def first_recorded(out: Path, steps: Sequence[int]) -> tuple[int | None, dict[st
     return None, recorded(out, None)
 
 
-def _of_state(out: Path, step: int) -> dict[str, Any]:
-    """Return the options that a step's leaves and values show, because run.toml may have been rewritten since."""
-    leaves = dcp.saved_leaves(out / step_name(step))
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    seed = checkpoint.index(out, step)["values"].get('state["data"]["seed"]')
-    dtype = next((names.get(leaf.dtype) for name, leaf in leaves.items() if name.startswith("params.")), None)
-    muon = any(name.startswith("optimizer.momentum.") for name in leaves)
-    found = {"dtype": dtype, "optimizer": "muon" if muon else "adamw", "seed": seed}
-    return {name: value for name, value in found.items() if value is not None}
-
-
 def _sizes(config: Config) -> dict[str, Any]:
     """Return the fields of a config that identify a model: all that are compared, except its names and dropout."""
     compared = [field.name for field in fields(config) if field.compare]
@@ -128,8 +115,7 @@ def check_options_kept(out: Path, before: Mapping[str, Any]) -> None:
         ValueError: run.toml is missing or cut short.
     """
     there = (out / RUN).is_file() and (out / RUN).read_bytes().endswith(b"\n")
-    had = before["options"] if "data" in before else {}  # a checkpoint of an older version has no list of them
-    if not there or any(name not in options_of(out) for name in had):
+    if not there or any(name not in options_of(out) for name in before["options"]):
         raise ValueError(
             f"{out / RUN}: is missing or cut short: it does not say with which options the checkpoints were made\n"
             "  fix: put it back, or begin another run with another --out"
@@ -164,11 +150,8 @@ def changed_data(settings: Settings, before: Mapping[str, Any], now: Mapping[str
 
 
 def begins_new_data(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a resumed run begins a new epoch of other data.
-
-    With --new-data it does so if the data differ, or if an older checkpoint does not record its data.
-    """
-    return settings.new_data and bool(before) and ("data" not in before or bool(changed_data(settings, before, now)))
+    """Return whether a resumed run begins a new epoch of other data, as it does with --new-data if the data differ."""
+    return settings.new_data and bool(changed_data(settings, before, now))
 
 
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -182,10 +165,10 @@ def rate_change(settings: Settings, before: Mapping[str, Any], step: int) -> str
 
     Return "" if it does not, or if other options of the schedule have changed.
     """
-    there = {"decay_steps": 0} | before.get("options", {})
-    if any(there.get(name) != getattr(settings, name) for name in SCHEDULE):
+    there = before["options"]
+    if any(there[name] != getattr(settings, name) for name in SCHEDULE):
         return ""
-    asked = replace(settings, steps=there.get("steps", settings.steps))
+    asked = replace(settings, steps=there["steps"])
     was, becomes = (rate(each)(torch.tensor(step)).item() for each in (asked, settings))
     said = f"the learning rate of step {step + 1} is {becomes:.3g}, where it was to be {was:.3g}"
     return "" if was == becomes else f"{said}: --decay-steps {asked.steps} lets it fall as before"

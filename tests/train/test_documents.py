@@ -153,9 +153,6 @@ def test_bytes_end_with_an_id_that_is_asked_for():
             read = open_corpus(place, eos=eos)
             assert (read.between(0, len(read))[0].tolist(), read.starts.tolist()) == (ids, starts)
     assert open_corpus("data", eos=300).between(0, 6)[0].tolist() == [97, 98, 300, 99, 0, 300]
-    index = json.loads(Path("shards-1/shards.json").read_text())
-    del index["eos"]  # as older shards have it
-    Path("shards-1/shards.json").write_text(json.dumps(index))
     assert "its documents end without an end of text, not with 0" in open_corpus("shards-1", eos=0).notes[0]
 
 
@@ -189,7 +186,7 @@ def begun(monkeypatch, capsys):
     ("--data shards-3", 3), ("--data text.txt --tokenizer mute", -1),
 ])  # fmt: skip
 def test_a_run_goes_on_with_the_end_that_it_began_with(begun, words, eos):
-    """And generation stops there; a run from before there were ends goes on without one."""
+    """And generation stops there."""
     for name, more in {"shards": "", "shards-3": "--eos-id 3"}.items():
         assert train(f"tokenize --data text.txt --out {name} --tokenizer own {more}") == 0
     found, said = begun(words)
@@ -197,13 +194,6 @@ def test_a_run_goes_on_with_the_end_that_it_began_with(begun, words, eos):
     assert ("mute/tokenizer.json ends a text, so documents have no end\n  fix: put" in said) == ("mute" in words)
     assert ends_of("run") == (() if eos < 0 else (eos,))
     assert begun("--out run --resume") == (eos, "")
-    lines = Path("run/run.toml").read_text().splitlines(keepends=True)
-    before = [line for line in lines if not line.startswith(("eos_id", "no_template"))]
-    Path("run/run.toml").write_text("".join(before))
-    assert begun("--out run --resume") == (-1, "")
-    assert sorted([*before, "eos_id = -1\n", "no_template = true\n"]) == Path("run/run.toml").read_text().splitlines(
-        True
-    )
 
 
 def test_an_end_outside_the_vocabulary_is_refused(begun, capsys):
