@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.check.findings import LIBRARY, Judgement, place_of_call, place_parts, said
+from scaling.check.findings import Judgement, place_of_call, place_parts, said
 from scaling.check.held import (
     LOOK_UP,
     PODS,
@@ -27,7 +27,6 @@ from scaling.collectives.linear import Pending, run_op
 from scaling.collectives.multiply import Deferred, einsum
 from scaling.spec import Line, Spec, parse, parse_line, refuse
 
-BY_SLICE = f"{LIBRARY}strategies/context/"  # a listing whose lines name only the axes of the sequence
 SAID = "result ", "argument ", "forward returns", "backward returns", "update returns"  # not a line of the program
 
 
@@ -50,7 +49,6 @@ class TypedLines(KnownArrays):
         self.deferred: dict[int, tuple[Deferred, str, str]] = {}  # by id: the product, its place, the line shown
         self.ran: set[Any] = set()  # the code of the typed functions that were called
         self.apart: set[str] = set()  # axes along which ranks send to each other, each having its own part
-        self.by_slice: set[frozenset] = set()  # the dims, before and after, of lines in `BY_SLICE`
         self.passed_on: set[str] = set()  # axes along which blocks are passed to the next rank of a ring
 
     def reached(self) -> str:
@@ -97,13 +95,6 @@ class TypedLines(KnownArrays):
             if self.size(axis) > 1 and axis not in named:
                 line = self._in_slice(line, operands, axis)
         return line
-
-    def runs_by_slice(self, line: Line, place: str) -> bool:
-        """Return whether a collective's line names only its own axes: it is in `BY_SLICE`, or the transpose of one."""
-        change = frozenset(spec.dims for spec in (*line.operands, line.result))
-        if place.startswith(BY_SLICE):
-            self.by_slice.add(change)
-        return change in self.by_slice
 
     def _in_slice(self, line: Line, operands: Sequence[HeldType], axis: str) -> Line:
         split, partial = [], False
@@ -239,12 +230,11 @@ class TypedLines(KnownArrays):
         """Judge a collective, run it, and declare its result."""
         typed, place, held = parse_line(op.line), self.reached(), self.held(x)
         declared, ring = typed.operands[0], op.kind == "CollectivePermute"
-        by_slice = self.runs_by_slice(typed, place)
         if ring:  # x is a block that a ring passes on, or the ring's sum so far
             self.passed_on |= set(op.axes)
             held, declared = at_hand(held, op.axes, True), declared.without(op.axes)
             self.give(x, held)
-        line = self.in_slices(Line((declared,), typed.result), [held], by_slice)
+        line = self.in_slices(Line((declared,), typed.result), [held], op.sliced)
         if op.kind in ("Broadcast", "Scatter") and held.unreduced is not None:  # only the root's part counts
             held = held._replace(unreduced=held.unreduced | {*op.axes}, parts="root")
         by = op.by if op.kind in ("AllReduce", "ReduceScatter", "Reduce") else ""
@@ -253,7 +243,7 @@ class TypedLines(KnownArrays):
         with self.silence():
             result = run_op(x, op)
         self.declare(result, line.result, place, "root" if op.kind in ("Gather", "Reduce") else held.parts)
-        if by_slice:
+        if op.sliced:
             self.give(result, with_unknown(self.held(result), held, line))
         if ring:
             self.give(result, at_hand(self.held(result), op.axes, True)._replace(made="ring"))

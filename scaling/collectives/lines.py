@@ -61,7 +61,8 @@ def _op(mesh, kind: str, step: CollectiveStep, root: int | None, by: str, pairs:
             rule = f"sources are distinct, targets are distinct, and all lie in 0..{group.size - 1}"
             refuse(line, f"ppermute over {step.axes[0]} (size {group.size}) by {pairs}", rule, "give such pairs")
     operand = {"dims": len(step.before.dims), "splits": step.splits, "numbers": numbers(step.before, mesh)}
-    return Op.over(group, kind, line, dim=step.dim, to=step.to, root=root, by=by, pairs=pairs, **operand)
+    options = {"root": root, "by": by, "pairs": pairs, "sliced": mesh.slices}
+    return Op.over(group, kind, line, dim=step.dim, to=step.to, **options, **operand)
 
 
 def check_operand(kind: str, line: Line, group, x: Tensor, mesh) -> None:

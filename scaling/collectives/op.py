@@ -25,7 +25,7 @@ class Op(NamedTuple):
     AllToAll splits. `pairs` are a CollectivePermute's (source, target) blocks, and `root` is the block of the root.
     `by` says how partial values are combined: "sum", "mean", "max" or "min". `line` has the types before and after.
     `checked` says whether the ranks compare their calls first. `sends` and `receives` are, for a Ragged op, the rows of
-    `dim` to and from each block.
+    `dim` to and from each block. `sliced` says whether its types are those of a slice of the mesh (`mesh.sliced`).
 
     The last fields describe the operand of a line: the number of `dims`, the dim that must divide (`splits`), and
     (position, size) of the dims that are `numbers`.
@@ -47,6 +47,7 @@ class Op(NamedTuple):
     checked: bool = False
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    sliced: bool = False
     dims: int = 0
     splits: int | None = None
     numbers: tuple[tuple[int, int], ...] = ()

@@ -72,6 +72,7 @@ class AbstractMesh:
         self.lines: dict = {}  # a cache of lines and constants resolved for this mesh
         self.stack = ""  # the dim in front of every line's dims: see `stacked`
         self.drops = False  # whether lines may name axes that the mesh lacks: see `optional`
+        self.slices = False  # whether lines leave out axes that split their arrays: see `sliced`
         self._whole = self  # the mesh behind this view, which has all axes and makes the groups
         self._groups: dict[tuple[str, ...], Group] = {}
         self._views: dict[Any, AbstractMesh] = {}
@@ -96,6 +97,15 @@ class AbstractMesh:
         -> y[B_X, T, D]"; on {"X": 4} nothing is left of it, and the collective returns its operand.
         """
         return self if self.drops else self._view("optional", drops=True)
+
+    @property
+    def sliced(self) -> "AbstractMesh":
+        """A view of this mesh on which a line names only the axes along which it moves data.
+
+        Other axes may split its arrays, too: each slice of the mesh along them runs the line alone. The judge then
+        takes the line's types for those of a slice.
+        """
+        return self if self.slices else self._view("sliced", slices=True)
 
     def without(self, axis: str) -> "AbstractMesh":
         """Return the `optional` view without one axis, along which all devices do the same."""

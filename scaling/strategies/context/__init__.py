@@ -88,6 +88,7 @@ def attention(
 def _attention(Q, K, V, segments, sinks, mesh, axes, form, causal, window, scale, cap) -> torch.Tensor:
     line = f"Q[B, T_{format_axes(axes)}, N, H]" if all(isinstance(a, str) for a in axes) else "Q[B, T, N, H]"
     _check(line, Q, K, V, mesh, axes, form, window, segments, scale)
+    mesh = mesh.sliced  # the lines name the axes of the sequence alone
     mask, scale = Mask(bool(causal), window), 1 / math.sqrt(Q.shape[-1]) if scale is None else float(scale)
     t, heads = Q.shape[1], mesh.size(axes[-1:])
     if form in ("ulysses", "usp"):

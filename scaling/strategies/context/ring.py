@@ -2,8 +2,8 @@
 
     Q[B, T_C, N, H], K[B, S_C, K, H], V[B, S_C, K, H] -> O[B, T_C, N, H]
 
-The lines name the axes of the sequence alone. Other axes may split B or the heads; the ranks that
-share a place along them then run the lines, without the other ranks.
+The lines name the axes of the sequence alone, on the view `mesh.sliced`. Other axes may split B or the heads; the ranks
+that share a place along them then run the lines, without the other ranks.
 
 A rank holds its part of the sequence as ranges of positions, which determine how much it computes: in plain order one
 chunk, in zig-zag order two, one as early as the other is late.
@@ -120,7 +120,7 @@ def _exchange(x: Tensor, dim: int, mesh, axis: str, back: bool) -> Tensor:
     if back:
         halves = halves if c % 2 == 0 else halves[::-1]
         even, odd = ([(target, source) for source, target in perm] for perm in (even, odd))
-    moved = [ppermute(line, half, mesh, axis, perm) for half, perm in zip(halves, (even, odd), strict=True)]
+    moved = [ppermute(line, half, mesh.sliced, axis, perm) for half, perm in zip(halves, (even, odd), strict=True)]
     return torch.cat(moved if back or c % 2 == 0 else moved[::-1], dim)
 
 
