@@ -7,6 +7,7 @@ anything with `.sizes`, `.coord` and `.device`; on an AbstractMesh, whose device
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -23,19 +24,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 CHUNK = 1 << 18  # elements that `init` generates at a time, which bounds its extra memory
 
 
-def map(f, tree, *trees) -> Any:
-    """Return the tree of `f(leaf, *leaves)` for every leaf of `tree` and the leaves at the same position in `trees`."""
-    return optree.tree_map(f, tree, *trees)
-
-
-def leaves(tree) -> list:
-    """Return the leaves in optree's order, which sorts dict keys, so that every rank has the same order."""
-    return optree.tree_leaves(tree)
-
-
-def structure(tree) -> Any:
-    """Return the structure of a tree without its leaves; trees with leaves at equal positions have equal structures."""
-    return optree.tree_structure(tree)
+map: Callable[..., Any] = optree.tree_map  # map(f, tree, *trees): the tree of f(leaf, *leaves) at each position
+leaves: Callable[..., list] = optree.tree_leaves  # in the order of sorted dict keys, so equal on every rank
+structure: Callable[..., Any] = optree.tree_structure  # equal for trees with leaves at equal positions
 
 
 def named_leaves(tree, name: str = "params") -> dict[str, Any]:

@@ -8,7 +8,7 @@ it, as torch.amax does.
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 
@@ -185,7 +185,7 @@ class ReadyOp:
         began = monotonic()
         try:
             works, make = self.move(x, self.op, self.via, out)
-            finish = make if out is None else lambda: _in_buffer(make(), out)
+            finish = make if out is None else partial(_in_buffer, make, out)
             if async_op:
                 return Pending(works, finish, seen, self.op)
             if seen is not None:
@@ -200,14 +200,14 @@ class ReadyOp:
         return result
 
 
-def _in_buffer(result: Tensor, out: Tensor) -> Tensor:
+def _in_buffer(make: Callable[[], Tensor], out: Tensor) -> Tensor:
+    result = make()
     return result if result is out else out.copy_(result)
 
 
 def made_ready(op: Op, shape: torch.Size, dtype: torch.dtype, group: Group) -> ReadyOp:
     """Prepare an op for operands that nothing differentiates."""
-    at_once = not op.linear or (group.pg is None and op.backend != "gloo")
-    return ReadyOp(op, shape, dtype, _in_graph(op) if at_once else OnGroup(group))
+    return ReadyOp(op, shape, dtype, OnGroup(group))
 
 
 def _in_graph(op: Op) -> InGraph:

@@ -179,11 +179,18 @@ def _start_all_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> St
         works, total = via.total(x, op, out)
         return works, lambda: total
     flat = padded(x.flatten(), (0, -x.numel() % op.size))
-    _, parts = via.exchange(flat.view(op.size, len(flat) // op.size), op)  # ready at once
-    whole = by_block(via.gather(combine_parts(parts, op.by), op, None)[1], op).flatten()
-    if len(whole) > x.numel():
-        whole = whole[: x.numel()].clone()  # forward-mode AD refuses a part of a tensor
-    return (), lambda: whole.view(x.shape)
+    works, parts = via.exchange(flat.view(op.size, len(flat) // op.size), op)
+    for work in works:
+        work.wait()
+    works, blocks, turned = via.gather(combine_parts(parts, op.by), op, None)
+
+    def whole() -> Tensor:
+        flat = (by_block(blocks, op) if turned else blocks).flatten()
+        if len(flat) > x.numel():
+            flat = flat[: x.numel()].clone()  # forward-mode AD refuses a part of a tensor
+        return flat.view(x.shape)
+
+    return works, whole
 
 
 def _start_all_gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:

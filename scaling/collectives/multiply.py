@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, strided
@@ -81,8 +81,10 @@ class LocalProduct(NamedTuple):
 
     def shape(self, a: Tensor, b: Tensor | None) -> torch.Size:
         """Return the shape of the result."""
-        sizes: Any = a.shape, b if b is None else b.shape
-        return torch.Size([sizes[operand][i] for operand, i in self.result])
+        sizes: list[int] = []
+        for operand, i in self.result:
+            sizes.append(cast(Tensor, b if operand else a).shape[i])
+        return torch.Size(sizes)
 
     def flops(self, a: Tensor, b: Tensor | None) -> int:
         """Return 2 x the product of all sizes if a dim is contracted, else 1 x (Part 4); 0 for one operand."""

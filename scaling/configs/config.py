@@ -296,8 +296,12 @@ class Config:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The stack of params to which each layer belongs: "dense", "linear" or "layers"."""
-        dense, linear = self.dense, self.linear.layers if self.linear else ()
-        return tuple("dense" if l in dense else "linear" if l in linear else "layers" for l in range(self.L))
+        kinds = ["layers"] * self.L
+        for l in self.linear.layers if self.linear else ():
+            kinds[l] = "linear"
+        for l in self.dense:
+            kinds[l] = "dense"
+        return tuple(kinds)
 
     @property
     def attending(self) -> tuple[int, ...]:

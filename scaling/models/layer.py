@@ -103,7 +103,8 @@ class Context(NamedTuple):
             return self
         if not attends:
             return self._replace(attend=None, masks=None)
-        return self._replace(masks={window: self.masks(window) for window in dict.fromkeys(self.config.windows)})
+        windows = [*dict.fromkeys(self.config.windows)]
+        return self._replace(masks=dict(zip(windows, map(self.masks, windows), strict=True)))
 
     def of_layer(self, l: int) -> "Context":
         """Return the context of layer l: its mask, its positions, and drop(x, branch) times `residual_scale`."""
@@ -261,36 +262,34 @@ def centered(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
-def gain_of(W: dict, name: str, x: Tensor, config: Config) -> Tensor | None:
-    """Return the gain of the norm `name` of x[.., D]: ones in a model whose norms have none; None without this norm."""
-    if config.norm_gain or name.endswith("_out"):
-        return W.get(name)
-    return x.new_ones(x.shape[-1])
+def norm_operands(W: dict, name: str, x: Tensor, config: Config, center: Callable = centered) -> tuple[Any, Any]:
+    """Return x[.., D] and the gain of the norm `name` as RMSNorm takes them; without this norm the gain is None.
 
-
-def of_norm(x: Tensor, gain: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """Return (x, gain) as RMSNorm takes them: for LayerNorm, x centered, both in one dtype, float32 or wider."""
-    if not config.centered:
+    The gain is ones in a model whose norms have none. For LayerNorm x is centered, and both have its wider dtype.
+    """
+    gain = W.get(name) if config.norm_gain or name.endswith("_out") else x.new_ones(x.shape[-1])
+    if gain is None or not config.centered:
         return x, gain
-    x = centered(x)
+    x = center(x)
     return x, gain.to(x.dtype)
 
 
 def normed(W: dict, name: str, x: Tensor, config: Config, norm: Callable = gained_norm) -> tuple[Tensor, Any]:
     """Return (y[.., D], the statistic that `normed_backward` needs), of x[.., D] and the norm `name` of a layer W."""
-    if (gain := gain_of(W, name, x, config)) is None:
+    given, gain = norm_operands(W, name, x, config)
+    if gain is None:
         return x, None
-    y, r = norm(*of_norm(x, gain, config), config.eps)
+    y, r = norm(given, gain, config.eps)
     return (y + W[f"b_{name}"] if f"b_{name}" in W else y).to(x.dtype), r
 
 
 def normed_backward(W: dict, name: str, x: Tensor, r: Any, dy: Tensor, config: Config) -> tuple[Tensor, dict]:
     """Return (dx, the gradients of the norm's gain and bias)."""
-    if (gain := gain_of(W, name, x, config)) is None:
+    given, gain = norm_operands(W, name, x, config)
+    if gain is None:
         return dy, {}
-    given, wide = of_norm(x, gain, config)
-    dx, dgain = gained_norm_vjp(given, wide, r, dy.to(given.dtype))
-    dW = {name: dgain.to(gain.dtype)} if name in W else {}
+    dx, dgain = gained_norm_vjp(given, gain, r, dy.to(given.dtype))
+    dW = {name: dgain.to(W[name].dtype)} if name in W else {}
     if f"b_{name}" in W:
         dW[f"b_{name}"] = dy.flatten(0, -2).sum(0)
     return (centered(dx) if config.centered else dx).to(x.dtype), dW

@@ -98,9 +98,10 @@ def layer_tables(
         kinds = table_kinds(config, positions, dtype, length)
     else:
         kinds = {kind: tuple(x[positions] for x in tables) for kind, tables in places.items()}
-    local = "all" if config.local_theta is None else "local"
-    of_layers = enumerate(config.windows)
-    return tuple(kinds["none" if l in config.unrotated else local if window else "all"] for l, window in of_layers)
+    local, found = "all" if config.local_theta is None else "local", []
+    for l, window in enumerate(config.windows):
+        found.append(kinds["none" if l in config.unrotated else local if window else "all"])
+    return tuple(found)
 
 
 def magnitude(scaling: RopeScaling | None) -> float:

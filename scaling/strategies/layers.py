@@ -110,7 +110,7 @@ class Gradient:
     def reduced_stack(self) -> Tensor:
         """Return the stack of all layers' reduced gradients."""
         if self.out is None:
-            self.out, self.reduced = torch.cat([self.reduced[first] for first in sorted(self.reduced)]), {}
+            self.out, self.reduced = torch.cat([*map(self.reduced.__getitem__, sorted(self.reduced))]), {}
         return self.out
 
     def sums(self) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, reduce_scatter, shard
-from scaling.models.layer import Context, biased, biased_features, finish_heads, gain_of, gate_features
+from scaling.models.layer import Context, biased, biased_features, finish_heads, gate_features, norm_operands
 from scaling.models.pointwise import mean_square, rms_norm
 
 
@@ -23,12 +23,14 @@ def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
 
 def normed_result(W: dict, name: str, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ] -> y[B, T, D_XYZ]: a norm that the model has, by means over the whole of D."""
-    if (gain := gain_of(W, name, x, at.config)) is None:
-        return x
-    y = x
-    if at.config.centered:
+
+    def centered(x: Tensor) -> Tensor:
         y = x.to(torch.promote_types(x.dtype, torch.float32))
-        y = y - all_reduce("m[B, T, 1] {U_XYZ} -> m[B, T, 1]", y.mean(-1, keepdim=True), at.mesh, op="mean")
+        return y - all_reduce("m[B, T, 1] {U_XYZ} -> m[B, T, 1]", y.mean(-1, keepdim=True), at.mesh, op="mean")
+
+    y, gain = norm_operands(W, name, x, at.config, centered)
+    if gain is None:
+        return x
     square = all_reduce("s[B, T, 1] {U_XYZ} -> s[B, T, 1]", mean_square(y), at.mesh, op="mean")
     return biased(rms_norm(y, square, gain=gain, eps=at.config.eps), W, f"b_{name}").to(x.dtype)
 

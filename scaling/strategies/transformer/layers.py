@@ -94,24 +94,13 @@ def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]
     return [*map(wait, start_leaves(reduced_in_place, "total", dW, mesh, lines))]
 
 
-def gather_ends(params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
-    """Gather the params that are outside the layers."""
+def moved_ends(move: Callable, params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
+    """Return the params outside the layers, or gradients of some, after a `move` of leaves, one of those above."""
     ends = dict(params)
     for stack in STACKS:
         ends.pop(stack, None)
-    pending = gather_leaves([*ends.values()], mesh, [*map(lines.__getitem__, ends)])
+    pending = move([*ends.values()], mesh, [*map(lines.__getitem__, ends)])
     return dict(zip(ends, map(wait, pending), strict=True))
-
-
-def scatter_ends(dW: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
-    """Reduce-scatter gradients of params outside the layers; what `total_ends` sums is still unreduced."""
-    pending = scatter_leaves([*dW.values()], mesh, [*map(lines.__getitem__, dW)])
-    return dict(zip(dW, map(wait, pending), strict=True))
-
-
-def total_ends(dW: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
-    """Finish the reduction of gradients of params outside the layers to the types of the stored params."""
-    return dict(zip(dW, total_leaves([*dW.values()], mesh, [*map(lines.__getitem__, dW)]), strict=True))
 
 
 def add_by_name(sums: dict, dW: dict, dtype: torch.dtype) -> None:
@@ -303,15 +292,12 @@ class LayerStack:
         found: dict[str, Any] = {}
         stack: LayerStack | None = self
         while stack is not None:
-            found.setdefault(stack.name, []).insert(0, stack.trained.unflatten(stack.reduced_gradients()))
+            own = total_leaves(stack.engine.result(), stack.step.mesh, stack.lines)
+            found.setdefault(stack.name, []).insert(0, stack.trained.unflatten(own))
             stack = stack.below
-        for name, own in found.items():
-            found[name] = own[0] if len(own) == 1 else tree.map(lambda *each: torch.cat(each), *own)
+        for name, runs in found.items():
+            found[name] = runs[0] if len(runs) == 1 else tree.map(lambda *each: torch.cat(each), *runs)
         return found
-
-    def reduced_gradients(self) -> list[Tensor]:
-        """Return the gradients of the stack, reduced, as a list of leaves."""
-        return total_leaves(self.engine.result(), self.step.mesh, self.lines)
 
 
 def stacks_of_kinds(step: TrainStep, params: Mapping) -> LayerStack:
@@ -342,7 +328,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
-    ends = gather_ends(params, mesh, step.lines)
+    ends = moved_ends(gather_leaves, params, mesh, step.lines)
     layers = stacks_of_kinds(step, params)
     late = step.options.zero == 1 and not step.each
     losses, dends, scattered, size = [], {}, {}, len(ends["embed"])
@@ -366,16 +352,16 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
             for name in ("embed", "positions"):  # the first layer's input adds to these
                 if name in dends:
                     first[name] = dends.pop(name)
-            add_by_name(scattered, scatter_ends(dends, mesh, step.lines), step.sums)
+            add_by_name(scattered, moved_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
             dends = first  # no name holds the others' whole gradients
         dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not late)
         if not lora:
             add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
         if reduces:
-            add_by_name(scattered, scatter_ends(dends, mesh, step.lines), step.sums)
+            add_by_name(scattered, moved_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
             dends.clear()
     if late:
         layers.reduce_all()
-    grads, found = total_ends(scattered, mesh, step.lines), layers.gradients()
+    grads, found = moved_ends(total_leaves, scattered, mesh, step.lines), layers.gradients()
     grads |= {"lora": found} if lora else found
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads

@@ -29,11 +29,11 @@ from scaling.strategies.transformer.layer import ROWS
 from scaling.strategies.transformer.layers import (
     LocalBatch,
     add_by_name,
-    gather_ends,
-    scatter_ends,
+    gather_leaves,
+    moved_ends,
+    scatter_leaves,
     stack_of_stage,
     stacks_of_kinds,
-    total_ends,
     total_leaves,
 )
 from scaling.strategies.transformer.step import TrainStep, at_home
@@ -81,7 +81,9 @@ def stage_of(
         return None, None
 
     def finish(chunk):
-        for grad, g in zip(chunk.engine.grads, chunk.reduced_gradients(), strict=True):
+        for grad, g in zip(
+            chunk.engine.grads, total_leaves(chunk.engine.result(), step.mesh, chunk.lines), strict=True
+        ):
             grad.out.copy_(g)
         if chunk.below:
             of_dense.extend(chunk.below.engine.result())  # all stages make the sum over Z together
@@ -147,13 +149,13 @@ def stage_ends(params: dict, step: TrainStep) -> dict[str, Tensor]:
         line = f"{step.stored[name]} -> {parse(at_home(step.stored[name])).with_unreduced(['Z'])}"
         coming[name] = gather(line, params[name], mesh, root=home, async_op=True)
     here = params | tree.map(wait, coming)
-    return gather_ends({name: W for name, W in here.items() if homes.get(name, z) == z}, mesh, step.lines)
+    return moved_ends(gather_leaves, {name: W for name, W in here.items() if homes.get(name, z) == z}, mesh, step.lines)
 
 
 def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep) -> dict[str, Tensor]:
     """Reduce this stage's gradients of the ends, unreduced over what splits the tokens, and type them as the params."""
     mesh, lines = step.mesh, step.lines
-    done = total_ends(scatter_ends(dW, mesh, lines), mesh, lines)
+    done = moved_ends(total_leaves, moved_ends(scatter_leaves, dW, mesh, lines), mesh, lines)
     for name, home in step.homes.items():
         there = parse(at_home(step.reduced[name]))
         if name not in done:

@@ -117,6 +117,7 @@ class TrainStep(NamedTuple):
         dtype: The dtype of the params.
         sums: The dtype in which gradients are added up.
         gone: The names of saved values that `remat` does not keep.
+        each: Whether gradients are reduced after each of several microbatches.
         group: The ranks that have to agree on the call; None if nothing is compared.
         call: The text that they have to agree on.
     """
@@ -136,13 +137,9 @@ class TrainStep(NamedTuple):
     dtype: torch.dtype
     sums: torch.dtype
     gone: frozenset[str]
+    each: bool
     group: Group | None
     call: str
-
-    @property
-    def each(self) -> bool:
-        """Whether gradients are reduced after each of several microbatches."""
-        return self.options.reduce == "each" and self.options.microbatches > 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -201,13 +198,14 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         group, call = mesh.group([*mesh.sizes]), spoken("loss_and_grads" if backward else "loss", said)
     terms = Terms(config.V, options.label_smoothing, options.z_loss, config.logit_cap)
     dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
-    gone = dropped(options.remat)
+    gone, each = dropped(options.remat), options.reduce == "each" and options.microbatches > 1
     homes = {}
     if schedule is not None and not config.tied and mesh.sizes["Z"] > 1:
         homes = {"embed": schedule.placement[0], "unembed": schedule.placement[-1]}
+    lines = lines_of_params(stored, reduced, mesh, homes)
     return TrainStep(
-        options, options.limits or LIMITS, config, mesh, mesh.without("Z"), backward, stored, reduced,
-        lines_of_params(stored, reduced, mesh, homes), schedule, homes, terms, dtype, sums or dtype, gone, group, call,
+        options, options.limits or LIMITS, config, mesh, mesh.without("Z"), backward, stored, reduced, lines, schedule,
+        homes, terms, dtype, sums or dtype, gone, each, group, call,
     )  # fmt: skip
 
 
