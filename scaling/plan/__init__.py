@@ -19,6 +19,5 @@ from scaling.plan.candidates import plans, search
 from scaling.plan.evaluate import Estimate, evaluate
 from scaling.plan.job import Fixed, Job, Layout
 from scaling.plan.network import tree
-from scaling.plan.work import Stack
 
-__all__ = ["Estimate", "Fixed", "Job", "Layout", "Stack", "evaluate", "plans", "search", "tree"]
+__all__ = ["Estimate", "Fixed", "Job", "Layout", "evaluate", "plans", "search", "tree"]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from scaling.common.arguments import whole
-from scaling.configs import Config
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
 from scaling.plan.classes import is_unusual, sure_seconds, usual_error
@@ -57,13 +56,11 @@ def _refusal(job: Job, sizes: dict[str, int]) -> str | None:
         return f"CP does not cut sequences of {job.seq:,} into 2 CP parts of at least {PART} tokens"
     if sizes["pipe"] > min(STAGES, w.L):
         return f"more stages than {min(STAGES, w.L)}"
-    several = isinstance(job.config, Config) and (job.config.linear or isinstance(job.config.dense_layers, tuple))
+    several = job.config.linear or isinstance(job.config.dense_layers, tuple)
     if sizes["pipe"] > 1 and several and job.shards == ("fsdp",):
         return "scaling.train's stages store layers of one kind"
-    if (replicas := math.prod(sizes[a] for a in ("pod", "data", "fsdp", "expert"))) > max(1, job.sequences):
-        ways = "tokens" if job.seq == 1 else "sequences"
-        if job.seq > 1 or replicas * C > job.batch:
-            return f"more replicas than the {job.sequences:,} {ways}"
+    if math.prod(sizes[axis] for axis in ("pod", "data", "fsdp", "expert")) > job.sequences:
+        return f"more replicas than the {job.sequences:,} sequences"
     return None
 
 

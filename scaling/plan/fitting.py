@@ -55,8 +55,6 @@ def frugal_ways(job: Job) -> Iterator[Frugal]:
         yield Frugal("Adam on the host", replace(job, optimizer_bytes=0), says)
     says = "layers' inputs wait in the hosts' memory until the backward pass"
     yield Frugal("activations on the host", replace(job, offload=True), says)
-    if not isinstance(job.config, Config):
-        return
     adapters = adapter_params(job.config)
     frozen = replace(job, grad_bytes=0, optimizer_bytes=ADAPTED * adapters / params)
     own = f"{adapters / 1e6:,.0f}e6 params of adapters of rank {RANK} are trained, all others frozen"

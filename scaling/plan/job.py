@@ -21,7 +21,7 @@ from scaling.configs import Config
 from scaling.cost.memory import ROOM
 from scaling.cost.transformer import POLICIES, REDUCES
 from scaling.hardware import Chip
-from scaling.plan.work import LayerWork, Stack, work_of
+from scaling.plan.work import LayerWork, work_of
 from scaling.spec import DTYPE_BYTES, dtype_bytes
 
 AXES = ("pod", "pipe", "data", "fsdp", "context", "expert", "tensor")
@@ -86,7 +86,7 @@ class Job:
     `offload` the layers' inputs that block checkpointing keeps wait in the hosts' memory; their way there is not timed.
     """
 
-    config: Config | Stack
+    config: Config
     batch: int
     seq: int = 4096
     dtype: str = "bf16"

@@ -1,7 +1,7 @@
 """The ledger of one chip's step, its FLOPs and bytes, from which bound, forecast, bytes and the timeline follow.
 
-It describes the fullest stage by formulas, for a system that does nothing needless. `tests/plan` compares it, for the
-book's stack, with the closed forms of Part 5 and with the strategies' own code. Gradients are sent in the dtype in
+It describes the fullest stage by formulas, for a system that does nothing needless. `tests/plan` compares it with the
+closed forms of Part 5 and with the count of the run's own step. Gradients are sent in the dtype in
 which they are stored. A run of `scaling.train` does nearly this for a job whose `shards` are fsdp alone; its own step
 counts it exactly (`train.dry`, `plan.choose`). If a layout's fields are columns, so is everything here.
 """
@@ -16,6 +16,17 @@ from scaling.cost.lanes import Amount, Lane
 from scaling.hardware import Chip
 from scaling.plan.job import POLICIES, REDUCES, SCHEDULES, Job, Layout
 from scaling.plan.network import LANES
+
+FORWARD = (  # what a layer computes, and the collectives that it waits for, each over its mesh axis
+    "tensor: AG In", "compute: QKV", "context: AG K, V", "compute: scores", "compute: O", "tensor: RS Out",
+    "expert: dispatch", "tensor: AG In", "compute: up", "compute: down", "tensor: RS Out", "expert: combine",
+)  # fmt: skip
+BACKWARD = (
+    "expert: dispatch dOut", "tensor: AG dOut", "compute: down", "tensor: AG In again", "compute: up", "tensor: RS dIn",
+    "expert: combine dIn", "tensor: AG dOut", "compute: O", "context: AG K, V", "compute: scores", "context: RS dK, dV",
+    "tensor: AG In again", "compute: QKV", "tensor: RS dIn",
+)  # fmt: skip
+REGATHERED = "tensor: AG In again"  # only if the matmuls' results are saved, and not their operands
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,8 @@ def compute(job: Job, chip: Chip, l: Layout) -> Compute:
     """Return the computing of a step, per chip."""
     w, C, C_wide = job.work, chip.flops(job.dtype), chip.flops(job.wide)
     replicas = l.pod * l.data * l.fsdp * l.expert
-    if job.seq > 1:
-        tokens = np.ceil(job.sequences / (replicas * l.microbatches)) * np.ceil(job.seq / l.context)
-        tokens = np.minimum(tokens, np.ceil(job.batch / (l.microbatches * l.context)))
-    else:
-        tokens = np.ceil(job.batch / (replicas * l.context * l.microbatches))
+    tokens = np.ceil(job.sequences / (replicas * l.microbatches)) * np.ceil(job.seq / l.context)
+    tokens = np.minimum(tokens, np.ceil(job.batch / (l.microbatches * l.context)))
     linear = 2 * tokens * (w.dense + w.kv * (copied(w, l) - 1) + w.routed) / l.tensor
     dots, head = tokens * w.dots / l.tensor, 2 * tokens * w.ends[1] / l.tensor
     layer = linear / C + dots / C_wide
@@ -191,24 +199,20 @@ def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[E
     """Return every collective of a step, over the lanes of its mesh."""
     w, act, M, n = job.work, job.act_bytes, l.microbatches, c.layers
     each = M * n
-    replay = is_one(l.remat, POLICIES, "block")
-    regather = is_one(l.remat, POLICIES, "matmuls")
+    replay, regather = (is_one(l.remat, POLICIES, policy) for policy in ("block", "matmuls"))
     found = []
 
     def add(axis: str, lane: str, kind: str, forward: Amount, backward: Amount, nbytes: Amount):
         found.append(Entry(axis, lane, kind, forward, backward, nbytes, lanes[lane]))
 
-    used = np.where(l.tensor > 1, each, 0)
     hidden = act * c.tokens * w.D
-    add("tensor", "tensor", "critical", 2 * w.blocks * used, w.blocks * (2 + 2 * replay + regather) * used, hidden)
-    if w.exchanged:
-        used = np.where(l.context > 1, each, 0)
-        whole = act * c.tokens * l.context * w.exchanged * copied(w, l) / l.tensor
-        add("context", "context", "critical", used, (2 + 1 * replay) * used, whole)
-    if w.copies:
-        used = np.where(l.expert > 1, each, 0)
-        sent = hidden / l.tensor * (0.75 if job.dtype == "fp8" else 1)  # there in fp8, back in bf16
-        add("expert", "expert", "critical", 2 * used, (2 + 2 * replay) * used, sent)
+    whole = act * c.tokens * l.context * w.exchanged * copied(w, l) / l.tensor
+    sent = hidden / l.tensor * (0.75 if job.dtype == "fp8" else 1)  # there in fp8, back in bf16
+    for axis, nbytes in (("tensor", hidden), ("context", whole), ("expert", sent)):
+        used = np.where(getattr(l, axis) > 1, each, 0)
+        forward, backward = (sum(line.startswith(axis) for line in lines) for lines in (FORWARD, BACKWARD))
+        skipped = np.where(regather, 0, BACKWARD.count(REGATHERED)) if axis == "tensor" else 0
+        add(axis, axis, "critical", forward * used, (forward * replay + backward - skipped) * used, nbytes)
 
     dense, experts = weight_elements(job, l)
     alone, sharded = np.where(l.pipe == 1, 1, 0), np.where(l.zero == 3, 1, 0)
@@ -218,7 +222,7 @@ def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[E
     for lane, elements, rest, data_lane in kinds:
         ways, ranks, _ = weight_ways(job, l, lane)
         used = np.where(ways > 1, sharded, 0)
-        for arrays, size in [(n, elements), *([(alone, rest)] if w.ends[1] and lane == "weights" else [])]:
+        for arrays, size in [(n, elements), *([(alone, rest)] if lane == "weights" else [])]:
             add("fsdp", lane, "ahead", used * M * arrays, used * M * arrays, act * size)
             add("fsdp", lane, "ahead", 0, used * scatters * arrays, job.grad_bytes * size)
         reduced = np.where(ranks > 1, 1, 0)

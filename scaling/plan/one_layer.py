@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from scaling.plan.evaluate import Estimate, layer_between, layer_products, matmul_passes, reached_rates
 from scaling.plan.job import AXES
-from scaling.plan.ledger import copied
+from scaling.plan.ledger import BACKWARD, FORWARD, REGATHERED, copied
 from scaling.show import bars, svg
 from scaling.show.bars import Bar
 
@@ -97,115 +97,61 @@ def play(name: str, layer: list[Operation]) -> Pass:
     return Pass(name, now - start, tuple(bar for bar in seen if bar.seconds > 1e-9 * (now - start)))
 
 
-def layer_passes(found: Estimate) -> tuple[Pass, Pass]:
-    """Return a layer's forward and backward pass."""
-    forward, backward = _Layer(found).passes()
-    return play("forward", forward), play("backward", backward)
+def layer_passes(found: Estimate) -> tuple[Pass, ...]:
+    """Return a layer's forward and backward pass, with seconds as in `evaluate.forecast`.
 
+    Collectives that overlap take cores, so computing is slower by as much.
+    """
+    job, l, c, chip = found.job, found.layout, found.compute, found.network.chip
+    w, rate, layers = job.work, chip.efficiency, float(c.layers)
+    _, kernel, bandwidth = reached_rates(job, chip)
+    linear = float(layer_products(job, chip, c, l)) / layers
+    matmuls = matmul_passes(job, linear, float(c.read) / layers / bandwidth)
+    scores, between = float(c.dots) / layers / kernel, float(layer_between(job, chip, c, l)) / layers
+    kv = w.kv * (float(copied(w, l)) - 1)
+    attention = (w.projections + kv) / (w.dense + kv + w.routed)  # the share of attention's matrices
+    into = (w.heads + 2 * w.kv_heads) / (2 * (w.heads + w.kv_heads))  # the share of Q, K and V in it
+    shares = {"QKV": attention * into, "O": attention * (1 - into)}
+    shares |= {"up": (1 - attention) * w.up, "down": (1 - attention) * (1 - w.up)}
+    sent, hidden, slower = {}, {}, [0.0, 0.0]
+    for entry in found.entries:
+        seconds, hides = float(entry.over.forecast(entry.nbytes, rate)), float(entry.hides(chip, l))
+        sent.setdefault((entry.lane, bool(entry.forward)), seconds)  # the layers' weights come before the vocabulary
+        hidden[entry.lane] = hides
+        if entry.kind in ("critical", "ahead"):
+            busy = rate.cores * seconds * (hides if entry.kind == "critical" else 1) / layers / l.microbatches
+            slower = [so_far + float(count) * busy for so_far, count in zip(slower, entry.ways, strict=True)]
 
-class _Layer:
-    """The operations of a layer in their order, with seconds as in `evaluate.forecast`."""
+    def computing(name: str, way: int) -> float:
+        if name == "scores":
+            return scores * (1 + way * (1 + (l.remat in ("attention", "matmuls"))))
+        return matmuls[way] * shares[name] + (1 + way) / 4 * between
 
-    def __init__(self, found: Estimate):
-        job = found.job
-        w, l, c, chip = job.work, found.layout, found.compute, found.network.chip
-        rate, layers = chip.efficiency, float(c.layers)
-        self.work, self.layout = w, l
-        _, kernel, bandwidth = reached_rates(job, chip)
-        linear = float(layer_products(job, chip, c, l)) / layers
-        self.linear = matmul_passes(job, linear, float(c.read) / layers / bandwidth)
-        self.scores = float(c.dots) / layers / kernel
-        self.between = float(layer_between(job, chip, c, l)) / layers
-        kv = w.kv * (float(copied(w, l)) - 1)
-        self.attention = (w.projections + kv) / (w.dense + kv + w.routed)  # the share of attention's matrices
-        self.into = (w.heads + 2 * w.kv_heads) / (2 * (w.heads + w.kv_heads))  # the share of Q, K and V in it
-        self.sent, self.hidden, self.slower = {}, {}, [0.0, 0.0]
-        for entry in found.entries:
-            seconds, hides = float(entry.over.forecast(entry.nbytes, rate)), float(entry.hides(chip, l))
-            what = entry.lane if entry.forward else f"gradients of {entry.lane}"
-            self.sent.setdefault(what, seconds)  # of weights, the layers' come first, then the vocabulary's
-            self.hidden[entry.lane] = hides
-            if entry.kind in ("critical", "ahead"):
-                busy = rate.cores * seconds * (hides if entry.kind == "critical" else 1) / layers / l.microbatches
-                for way, count in enumerate(entry.ways):
-                    self.slower[way] += float(count) * busy
+    def operations(way: int, mark: str = "") -> Iterator[Operation]:
+        for line in (FORWARD, BACKWARD)[way]:
+            axis, name = line.split(": ")
+            if axis == "compute":
+                yield Operation(axis, name + mark, computing(name, way))
+            elif (axis, True) in sent and (line != REGATHERED or l.remat == "matmuls"):
+                yield Operation(axis, name + mark, sent[axis, True], hidden=hidden[axis])
 
-    def passes(self) -> tuple[list[Operation], list[Operation]]:
-        """Return the operations (forward, backward).
-
-        Collectives that overlap take cores, so computing is slower by as much.
-        """
-        found = list(self.forward()), list(self.backward())
-        for i, ops in enumerate(found):
-            computing = sum(op.seconds for op in ops if op.lane == "compute")
-            factor = 1 + self.slower[i] / computing
-            ops[:] = [Operation("compute", op.name, op.seconds * factor) if op.lane == "compute" else op for op in ops]
-        return found
-
-    def wait(self, axis: str, name: str) -> Iterator[Operation]:
-        """Yield a collective that the layer waits for, if the axis has one."""
-        if axis in self.sent:
-            yield Operation(axis, name, self.sent[axis], hidden=self.hidden[axis])
-
-    def weights(self, what: str, ahead: bool) -> Iterator[Operation]:
-        """Yield the collectives of weights, or of their gradients."""
+    def weights(text: str, gathered: bool) -> Iterator[Operation]:
         for lane, mark in (("weights", "W"), ("experts", "W of experts")):
-            if lane in self.sent:
-                seconds = self.sent[lane if ahead else f"gradients of {lane}"]
-                yield Operation("fsdp", what.format(mark), seconds, waits=False, ahead=ahead)
+            if (lane, gathered) in sent:
+                yield Operation("fsdp", text.format(mark), sent[lane, gathered], waits=False, ahead=gathered)
 
-    def compute(self, name: str, matmuls: float, passes: float) -> Iterator[Operation]:
-        """Yield a matmul with the operations around it."""
-        yield Operation("compute", name, matmuls + passes * self.between)
-
-    def forward(self, mark: str = "") -> Iterator[Operation]:
-        """Yield the operations of the forward pass; `mark` names the recomputed ones."""
-        w, linear = self.work, self.linear[0]
-        half = 0.5 if w.projections else 1.0  # of the passes through memory, an MLP's
-        if not mark:
-            yield from self.weights("AG {} of the next layer", ahead=True)
-        if w.projections:
-            yield from self.wait("tensor", "AG In" + mark)
-            yield from self.compute("QKV" + mark, linear * self.attention * self.into, 0.25)
-            yield from self.wait("context", "AG K, V" + mark)
-            yield Operation("compute", "scores" + mark, self.scores)
-            yield from self.compute("O" + mark, linear * self.attention * (1 - self.into), 0.25)
-            yield from self.wait("tensor", "RS Out" + mark)
-        mlp = linear * (1 - self.attention)
-        yield from self.wait("expert", "dispatch" + mark)
-        yield from self.wait("tensor", "AG In" + mark)
-        yield from self.compute("up" + mark, mlp * w.up, half / 2)
-        yield from self.compute("down" + mark, mlp * (1 - w.up), half / 2)
-        yield from self.wait("tensor", "RS Out" + mark)
-        yield from self.wait("expert", "combine" + mark)
-
-    def backward(self) -> Iterator[Operation]:
-        """Yield the operations of the backward pass."""
-        w, l, linear = self.work, self.layout, self.linear[1]
-        half = 0.5 if w.projections else 1.0
-        mlp, attention = linear * (1 - self.attention), linear * self.attention
-        regathers = l.remat == "matmuls"
-        scattered = list(self.weights("RS d{}", ahead=False)) if l.reduce == "each" or l.microbatches == 1 else []
-        yield from self.weights("AG {} of the next layer", ahead=True)
-        if l.remat == "block":
-            yield from self.forward("'")
-        yield from self.wait("expert", "dispatch dOut")
-        yield from self.wait("tensor", "AG dOut")
-        yield from self.compute("down", mlp * (1 - w.up), half)
-        yield from self.wait("tensor", "AG In") if regathers else ()
-        yield from self.compute("up", mlp * w.up, half)
-        yield from self.wait("tensor", "RS dIn")
-        yield from self.wait("expert", "combine dIn")
-        if w.projections:
-            yield from self.wait("tensor", "AG dOut")
-            yield from self.compute("O", attention * (1 - self.into), 0.5)
-            yield from self.wait("context", "AG K, V")
-            yield Operation("compute", "scores", (3 if l.remat in ("attention", "matmuls") else 2) * self.scores)
-            yield from self.wait("context", "RS dK, dV")
-            yield from self.wait("tensor", "AG In") if regathers else ()
-            yield from self.compute("QKV", attention * self.into, 0.5)
-            yield from self.wait("tensor", "RS dIn")
-        yield from scattered
+    gathers = list(weights("AG {} of the next layer", True))
+    again = operations(0, "'") if l.remat == "block" else ()
+    scatters = weights("RS d{}", False) if l.reduce == "each" or l.microbatches == 1 else ()
+    passes = []
+    for name, ops, busy in zip(
+        ("forward", "backward"),
+        ([*gathers, *operations(0)], [*gathers, *again, *operations(1), *scatters]), slower, strict=True,
+    ):  # fmt: skip
+        factor = 1 + busy / sum(op.seconds for op in ops if op.lane == "compute")
+        ops = [replace(op, seconds=op.seconds * factor) if op.lane == "compute" else op for op in ops]
+        passes.append(play(name, ops))
+    return tuple(passes)
 
 
 def layer_chart(passes: tuple[Pass, ...]) -> str:

@@ -1,6 +1,5 @@
 """The command of `scaling.train` that runs a plan's layout, or the reason why none does (`scaling.plan --run`)."""
 
-from scaling.configs import Config
 from scaling.hardware import Chip
 from scaling.plan import report
 from scaling.plan.choose import OPEN, choices, command_line, counted_choice, mesh_of, uneven
@@ -22,7 +21,7 @@ def own_run(
 
     The job's `shards` must be ("fsdp",).
     """
-    if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
+    if job.dtype not in DTYPES or job.batch % job.seq:
         return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
     settings = Settings(
         job.config, "", "", job.sequences, job.seq, microbatches=best.microbatches, dtype=job.dtype, remat=best.remat,

@@ -21,24 +21,22 @@ def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
     """
     w, size, own = job.work, network.sizes, job.shards == ("fsdp",)
     skipped = ("matmuls",) if w.experts_count > 1 and own else ()
-    policies = tuple(p for p in POLICIES if p in w.saved and p not in skipped)
+    policies = tuple(policy for policy in POLICIES if policy not in skipped)
     most = w.L // size["pipe"] if own else -(-w.L // size["pipe"])
     return _recipes(_own(job, size), size["pipe"], most, policies, network.zero == 3, fixed)
 
 
 def _own(job: Job, size: Mapping[str, int]) -> int:
-    """Return how many sequences one replica has; if a sequence is one token, how many tokens each rank has."""
-    replicas = math.prod(size[axis] for axis in ("pod", "data", "fsdp", "expert"))
-    return -(-job.sequences // replicas) if job.seq > 1 else -(-job.batch // (replicas * size["context"]))
+    """Return how many sequences one replica has."""
+    return -(-job.sequences // math.prod(size[axis] for axis in ("pod", "data", "fsdp", "expert")))
 
 
 def no_recipe(job: Job, network: Network, fixed: Fixed) -> str:
     """Return why the user's choices leave a mesh no recipe."""
     own = _own(job, network.sizes)
     if fixed.microbatches and fixed.microbatches > own:
-        every, what = (job.sequences, "sequences") if job.seq > 1 else (job.batch, "tokens")
-        whose = f"the {every:,}" if fixed.microbatches > every else f"a replica's {own:,}"
-        return f"{fixed.microbatches:,} microbatches are more than {whose} {what}"
+        whose = f"the {job.sequences:,}" if fixed.microbatches > job.sequences else f"a replica's {own:,}"
+        return f"{fixed.microbatches:,} microbatches are more than {whose} sequences"
     return f"no schedule for {network.sizes['pipe']} stages with these microbatches"
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from scaling.common.console import significant, table
-from scaling.configs import Config
 from scaling.models.leaves import counted_without, uncomputed
 from scaling.plan import closed_form
 from scaling.plan.candidates import Found
@@ -79,7 +78,7 @@ def _notes(found: Estimate) -> list[str]:
             f"{w.L} layers on {l.pipe} stages: the fullest one has {found.compute.layers:.3g} and sets the pace"
         )
     replicas = l.pod * l.data * l.fsdp * l.expert * l.microbatches
-    if job.seq > 1 and job.sequences % replicas:
+    if job.sequences % replicas:
         percent = math.floor(1000 * job.sequences / (math.ceil(job.sequences / replicas) * replicas)) / 10
         said.append(f"{job.sequences:,} sequences over {replicas:,} do not divide: replicas are {percent:.3g}% busy")
     ways = weight_ways(job, l, "weights")[0] if l.zero == 3 else 1
@@ -224,7 +223,7 @@ def as_dict(found: Found, budget: Budget, top: int = 6) -> dict:
     job = asked.job
     out = {
         "model": job.config.name, "params": job.work.params,
-        "uncomputed": uncomputed(job.config) if isinstance(job.config, Config) else [],
+        "uncomputed": uncomputed(job.config),
         "chip": asked.chip.name, "chips": asked.chips,
         "batch": job.batch, "seq": job.seq, "dtype": job.dtype,
         "class": class_of(job, asked.chip), "class_error": usual_error(job, asked.chip),

@@ -1,28 +1,13 @@
 """The work of a model per layer and token, however it is split (Part 4): elements, FLOPs, activations.
 
-`work_of(config, seq)` counts a transformer, and `work_of(Stack(L, D, F), 1)` the book's stack of blocks, which the
-strategies run. The planner knows a model by its `LayerWork` alone.
+The planner knows a model by its `LayerWork` alone.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
-from scaling.common.arguments import whole
 from scaling.configs import Config
 from scaling.cost import transformer as tm
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The book's model of Part 5: L blocks of W_in[D, F] and W_out[F, D], without attention, vocabulary or norms."""
-
-    L: int
-    D: int
-    F: int
-    name: str = "stack"
-
-    def __post_init__(self):
-        whole(L=self.L, D=self.D, F=self.F)
 
 
 @dataclass(frozen=True)
@@ -39,8 +24,7 @@ class LayerWork:
     - `saved`: by policy, the elements saved for backward per token: (split over tensor, not split); `operands` of it
       are matmuls' operands
     - `again`: by policy, the elements computed again per token, as in `saved`, for attention and for the MLP
-    - `inner`: cotangents that an MLP's backward pass holds at once per token, besides [tokens, D]; `late`: the part of
-      them that has been dropped when the deferred products are due
+    - `inner`: cotangents that an MLP's backward pass holds at once per token, besides [tokens, D]
     - `masks`: how many masks of documents and windows the layers share
     - `scores`: a token's, with their weights, which are stored where scores are capped
     - `queries`: a token's, in all heads
@@ -68,28 +52,19 @@ class LayerWork:
     saved: dict[str, tuple[float, float]]
     operands: float
     inner: float
-    late: float
     passes: float
     ends: tuple[float, float]
-    tied: bool = False
-    up: float = 0.5
-    again: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
-    masks: int = 0
-    scores: float = 0
-
-    @property
-    def blocks(self) -> int:
-        """AllGathers over tensor in a forward pass, and as many ReduceScatters, of [tokens, D].
-
-        Experts share one of each, as they do in the run.
-        """
-        return 2 if self.projections else 1
+    tied: bool
+    up: float
+    again: dict[str, tuple[float, float, float, float]]
+    masks: int
+    scores: float
 
     @property
     def params(self) -> float:
         """The number of params of the whole model."""
         layers = self.L * (self.dense + self.small + self.experts)
-        return layers + (max(self.ends) if self.tied else sum(self.ends)) + (self.D if self.ends[1] else 0)
+        return layers + (max(self.ends) if self.tied else sum(self.ends)) + self.D
 
     @property
     def active(self) -> float:
@@ -104,16 +79,9 @@ class LayerWork:
 
 
 @lru_cache(maxsize=64)
-def work_of(model: Config | Stack, seq: int) -> LayerWork:
+def work_of(config: Config, seq: int) -> LayerWork:
     """Return the work of a model on sequences of `seq` tokens."""
-    if isinstance(model, Stack):
-        return LayerWork(
-            model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, projections=0, kv=0,
-            queries=0, small=0, experts=0, routed=0, dots=0, exchanged=0, copies=0, groups=1, experts_count=1,
-            saved={"none": (2 * model.F, model.D)},
-            operands=0, inner=2 * model.F, late=model.F, passes=4 * model.F, ends=(0, 0),
-        )  # fmt: skip
-    config, L = model, model.L
+    L = config.L
     params, active = tm.params(config), tm.params(config, active=True)
     sparse = L - len(config.dense) if config.moe else 0
     routed = config.matrices * config.D * config.F * config.k * sparse / L if config.moe else 0
@@ -136,7 +104,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
         },
         again={policy: again(config, policy) for policy in tm.POLICIES}, masks=len({*config.windows}),
         scores=2 * config.N * seq * (config.score_cap is not None),
-        inner=config.matrices * (config.F * config.k + config.S), late=0,
+        inner=config.matrices * (config.F * config.k + config.S),
         operands=sum(widths["none"].get(name, 0) for name in ("norms", "heads", "product")), passes=passes(config),
         ends=(config.D * config.V, config.D * config.V), tied=config.tied, up=(config.matrices - 1) / config.matrices,
     )  # fmt: skip

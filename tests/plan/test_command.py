@@ -14,7 +14,7 @@ from scaling.configs import get
 from scaling.cost.serving import load
 from scaling.cost.transformer import kv_cache_bytes, num_params
 from scaling.hardware import chip
-from scaling.plan import Job, Stack, explain, guide, plans
+from scaling.plan import Job, explain, guide, plans
 from scaling.plan.__main__ import main
 from scaling.plan.job import Fixed, Question
 from scaling.plan.one_layer import layer_chart, layer_passes, svg_of
@@ -210,14 +210,12 @@ def test_the_ladder_is_climbed_as_the_model_grows():
 
 # --- Why: a layer in time, what else could be had, and what would change the answer
 
-STACK = Job(Stack(32, 8192, 32768), 2**21, seq=1)
 JOBS = [
     (Job(L70, 4 * 2**20), "v5p", 1024, Fixed()),
     (Job(L70, 2**20), "h100", 64, Fixed((("fsdp", 8), ("tensor", 8)), remat="block")),
     (Job(L8, 2**17, 2**16), "h100", 16, Fixed((("context", 8), ("tensor", 2)), remat="matmuls")),
     (Job(get("mixtral-8x7b"), 256 * 4096), "h100", 64, Fixed((("expert", 8),))),
     (Job(get("deepseek-v3"), 2**23), "h800", 256, Fixed(schedule="dualpipev")),
-    (STACK, "h100", 64, Fixed()),
 ]
 
 
@@ -242,8 +240,7 @@ def test_the_layers_in_time_sum_to_the_forecast(job, name, n, fixed):
 
 def test_weights_run_behind_a_layer_and_bind_where_links_are_slow():
     fixed = Fixed((("fsdp", 64),), zero=3, microbatches=1)
-    fast = layer_passes(plans(STACK, H100, 64, fixed)[0])
-    slow = layer_passes(plans(STACK, explain.links(H100, 1 / 64), 64, fixed)[0])
+    fast, slow = (layer_passes(plans(Job(L8, 2**21), explain.links(H100, k), 64, fixed)[0]) for k in (1, 1 / 64))
     assert fast[0].hidden == {"fsdp": pytest.approx(1)}
     assert slow[0].hidden["fsdp"] < 0.7
     assert slow[0].seconds > 1.4 * fast[0].seconds

@@ -1,5 +1,5 @@
 """The planner's ledger beside what it must be: the closed forms of Part 5, the simulator of schedules, and what each
-recipe computes, moves and holds by hand. What the strategies' own code does stands in test_witnesses."""
+recipe computes, moves and holds by hand. What the run's own step does stands in test_choose and test_witnesses."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ from refused import evaluated, refused
 from scaling import cost
 from scaling.configs import get
 from scaling.hardware import chip
-from scaling.plan import Job, Layout, Stack, evaluate, network, plans, search  # noqa: F401 - REFUSED names plans
+from scaling.plan import Job, Layout, evaluate, network, plans, search  # noqa: F401 - REFUSED names plans
 from scaling.plan.job import AXES, Fixed
 from scaling.plan.ledger import heaviest
 from scaling.schedules import make
@@ -19,7 +19,7 @@ from scaling.schedules.simulator import Times, simulate
 
 H100, V5P = chip("h100"), chip("v5p")
 L8, L70, MIXTRAL = get("llama3-8b"), get("llama3-70b"), get("mixtral-8x7b")
-BATCH, D, F = 2**20, 8192, 32768  # tokens, and the widths of stacks
+BATCH = 2**20  # tokens
 
 
 def layout_of(text):
@@ -29,21 +29,23 @@ def layout_of(text):
 
 
 def planned(job, text=""):
-    """A layout on H100s; of a stack, or of pods, on a torus as Part 5 assumes it: a ring for each axis."""
+    """A layout on H100s; of a plain job, or of pods, on a torus as Part 5 assumes it: a ring for each axis."""
     layout = layout_of(text)
-    if isinstance(job.config, Stack) or layout.pod > 1:
+    if job.seq == SHORT or layout.pod > 1:
         rings = {axis: 1 for axis, size in layout.sizes.items() if size > 1}
         return evaluate(job, network.book(V5P, layout.sizes, rings, layout.zero), layout)
     copies, groups = max(1, job.work.copies), job.work.groups
     return evaluate(job, network.tree(H100, layout.sizes, layout.zero, copies, groups, job.shards), layout)
 
 
-def stack(L, tokens, width=D):
-    return Job(Stack(L, width, 4 * width), tokens, seq=1)
+def plain(L, tokens):
+    """Layers whose attention, norms and vocabulary hardly count beside their products."""
+    return Job(L70.with_(L=L, V=16), tokens, SHORT)
 
 
 # --- The closed forms of Part 5
 
+SHORT = 16  # tokens of a sequence
 LINKS = cost.Links(V5P.flops(), V5P.ici_bw, V5P.ici_bw, Z=V5P.link_bw, P=V5P.dcn_bw)
 NAMES = {(False, False): "dp", (True, False): "fsdp", (False, True): "tp", (True, True): "fsdp_tp"}
 
@@ -77,15 +79,16 @@ LAYOUTS = (
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("batch", [2**20, 2**23])
 def test_the_planner_equals_the_closed_form(text, batch):
-    found, shape = planned(stack(16, batch), f"{text} reduce=once"), cost.LayerShape(batch, D, F)
+    found = planned(plain(16, batch), f"{text} reduce=once")
+    shape = cost.LayerShape(batch, L70.D, L70.F, found.job.work.dense / (L70.D * L70.F), blocks=2)
     M, Z = found.layout.microbatches, found.layout.pipe
     passes = closed_form(shape, 16, found.layout)
     flops = 3 * M * found.compute.linear
-    assert flops == pytest.approx(16 * cost.layer_flops(shape) / found.chips, rel=1e-12)
+    assert flops == pytest.approx(16 * cost.layer_flops(shape) / found.chips, rel=1e-4)
     for ours, theirs in zip(found.cost.parts, passes, strict=True):
-        assert ours.math == pytest.approx(theirs.math)
-        assert sorted(t for _, t in ours.axes) == pytest.approx(sorted(t for _, t in theirs.axes))
-    assert found.bubble == pytest.approx((Z - 1) / (M + Z - 1))
+        assert ours.math == pytest.approx(theirs.math, rel=1e-3)
+        assert sorted(t for _, t in ours.axes) == pytest.approx(sorted(t for _, t in theirs.axes), rel=0.01)
+    assert found.bubble == pytest.approx((Z - 1) / (M + Z - 1), rel=1e-3)
     both = passes[0] + passes[1]
     assert found.bound == pytest.approx(both.lower / (1 - found.bubble), rel=0.01)
     assert found.worst == pytest.approx(both.upper / (1 - found.bubble), rel=0.01)
@@ -96,12 +99,12 @@ def test_the_planner_equals_the_closed_form(text, batch):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved 2", "interleaved 4", "zb-h1", "dualpipev 2"])
 def test_bubble_and_live_activations_are_the_simulators(schedule):
-    """The stack's three times are equal: forward, and the two halves of its backward."""
+    """The three times of plain layers are equal: forward, and the two halves of the backward."""
     name, chunks = f"{schedule} 1".split()[:2]
     for Z, M in ((2, 8), (4, 8), (8, 16)):
-        found = planned(stack(32, BATCH), f"pipe={Z} microbatches={M} schedule={name} chunks={chunks}")
+        found = planned(plain(32, BATCH), f"pipe={Z} microbatches={M} schedule={name} chunks={chunks}")
         timeline = simulate(make(name, Z, M, int(chunks)), Times(1, 1, 1))
-        assert found.bubble == pytest.approx(float(Fraction(timeline.idle(Z - 1), timeline.makespan)))
+        assert found.bubble == pytest.approx(float(Fraction(timeline.idle(Z - 1), timeline.makespan)), rel=2e-3)
         assert found.compute.live == pytest.approx(float(max(timeline.live)))
 
 
@@ -111,11 +114,11 @@ def test_uneven_stages_and_few_tokens():
     for L, unit, Z in ((126, 0.66, 16), (80, 0.0, 4), (61, 0.0, 16), (4, 9.0, 2), (61, 2.3, 16), (7, 0.4, 3)):
         best = min(max([n] * (Z - 1) + [unit + max(0, L - (Z - 1) * n)]) for n in range(L + 1))
         assert heaviest(L, unit, Z) == pytest.approx(best)
-    few = planned(stack(4, 64)).cost.parts[0].math  # few tokens are bound by reading weights
-    assert few == pytest.approx(2 * 2 * 4 * D * F / V5P.hbm_bw)
-    layer = planned(stack(1, 2**14)).cost.math
-    found = planned(stack(10, 2**17), "pipe=4 microbatches=8")
-    assert found.bound == pytest.approx((7 * 3 + 10) * layer, rel=1e-6)  # seven more of three layers, one of all ten
+    few = planned(plain(4, 64))  # few tokens are bound by reading weights
+    assert few.cost.parts[0].math == pytest.approx(2 * 4 * few.job.work.dense / V5P.hbm_bw)
+    layer = planned(plain(1, 2**14)).cost.math
+    found = planned(plain(10, 2**17), "pipe=4 microbatches=8")
+    assert found.bound == pytest.approx((7 * 3 + 10) * layer, rel=1e-3)  # seven more of three layers, one of all ten
 
 
 def test_remat():
@@ -134,8 +137,8 @@ def test_remat():
 
 
 def test_zero():
-    """What it holds and moves of a stack stands in test_witnesses; here with embedding and unembedding. Where weights
-    are sharded over fsdp alone, as a run does, what the ranks along context hold alike they reduce as replicas do."""
+    """Where weights are sharded over fsdp alone, as a run does, what the ranks along context hold alike they reduce as
+    replicas do."""
     job = Job(L8, BATCH)
     one, three = planned(job, "data=8"), planned(job, "fsdp=8 zero=3")
     assert three.bytes["fsdp"] == pytest.approx(1.5 * one.bytes["data"])
