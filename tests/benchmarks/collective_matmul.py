@@ -10,8 +10,7 @@ collective matmul; `derived` is what that should take, by the first two. Linux o
 from functools import partial
 
 import torch
-from harness import in_turn, medians, on_ranks
-from kernel import slow_wire, speed
+from harness import in_turn, medians, on_ranks, slow_wire, speed
 from report import machine, options, show
 
 from scaling import collectives as c

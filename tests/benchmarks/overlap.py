@@ -15,8 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from harness import RATE, SIZES, Size, hidden, in_turn, medians, on_ranks, stepping
-from kernel import slow_wire, speed
+from harness import RATE, SIZES, Size, hidden, in_turn, medians, on_ranks, slow_wire, speed, stepping
 from report import machine, options, show
 from versus_torch import BUCKET, CONTESTS, initial, ours, rows
 
