@@ -10,12 +10,11 @@ would depend on the number of devices.
 import os
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from scaling import tree
 from scaling.spec import Spec
@@ -61,65 +60,13 @@ def order0_entropy(tokens: Tensor) -> float:
     return -torch.special.xlogy(share, share).sum().item() / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
 
 
-class Windows(Dataset):
-    """The windows of a text, whose row i is (tokens[i : i+k], tokens[i+k]).
-
-    Indexed by a tensor of B rows, it gives (Tokens[B, K], Targets[B]) in int64.
-    """
-
-    def __init__(self, tokens: Tensor, k: int):
-        if k < 1 or len(tokens) <= k:
-            raise ValueError(
-                f"a text of {len(tokens)} bytes has no context of k={k} bytes and a next byte\n"
-                "  fix: choose a smaller k or a longer text"
-            )
-        self.windows = tokens.unfold(0, k + 1, 1)
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, rows: "Tensor | int") -> tuple[Tensor, Tensor]:
-        if isinstance(rows, Tensor):
-            rows = rows.to(self.windows.device)
-        window = self.windows[rows].long()
-        return window[..., :-1], window[..., -1]
-
-
-class BatchRows(Sampler):
-    """A sampler that yields the rows `part` of each batch.
-
-    An epoch is a permutation of all rows, cut into batches of `batch` rows; rows of an incomplete batch are dropped.
-    """
-
-    def __init__(self, rows: int, batch: int, part: slice, seed: int = 0, epoch: int = 0):
-        if not 1 <= batch <= rows:
-            raise ValueError(
-                f"a batch of {batch} rows cannot be drawn from {rows}\n  fix: give a smaller batch or a longer text"
-            )
-        self.rows, self.batch, self.part, self.seed, self.epoch = rows, batch, part, seed, epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration use this epoch's order, as DistributedSampler's method does."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.rows // self.batch
-
-    def __iter__(self) -> Iterator[Tensor]:
-        key = sha256(f"{self.seed} {self.epoch}".encode()).digest()  # keeps pairs apart that have the same sum
-        rng = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
-        order = torch.randperm(self.rows, generator=rng, dtype=torch.int32)
-        for step in range(len(self)):
-            first = step * self.batch
-            yield order[first + self.part.start : first + self.part.stop]
-
-
 def batches(
     tokens: Tensor, k: int, batch: int, mesh=None, axes: Sequence[str] = ("X",), seed: int = 0, epoch: int = 0
-) -> DataLoader:
-    """Return a loader of one epoch of this device's (Tokens[B_X, K], Targets[B_X]).
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return an iterator over one epoch of this device's (Tokens[B_X, K], Targets[B_X]), on the device of `tokens`.
 
-    The batches are on the device that holds `tokens`. The loader's `.sampler.set_epoch(epoch)` reshuffles.
+    An epoch is a permutation of all windows of k + 1 bytes, cut into batches of `batch` rows; rows of an incomplete
+    batch are dropped.
 
     Args:
         tokens: The text, uint8[N].
@@ -134,24 +81,36 @@ def batches(
         ShardingError: B does not divide over the axes, or the mesh lacks one of them.
         ValueError: The text is too short.
     """
-    data, part = Windows(tokens, k), slice(0, batch)
-    types = [Spec(name, (("B", tuple(axes)), *others)) for name, others in (("Tokens", (("K", ()),)), ("Targets", ()))]
-    if mesh is not None:
-        (part,) = types[1].slices({"B": batch}, mesh, mesh.coord)
+    if k < 1 or len(tokens) <= k:
+        raise ValueError(
+            f"a text of {len(tokens)} bytes has no context of k={k} bytes and a next byte\n"
+            "  fix: choose a smaller k or a longer text"
+        )
+    windows = tokens.unfold(0, k + 1, 1)
+    if not 1 <= batch <= (rows := len(windows)):
+        raise ValueError(
+            f"a batch of {batch} rows cannot be drawn from {rows}\n  fix: give a smaller batch or a longer text"
+        )
+    dims = (("B", tuple(axes)),)
+    types = Spec("Tokens", (*dims, ("K", ()))), Spec("Targets", dims)
+    part = slice(0, batch) if mesh is None else types[1].slices({"B": batch}, mesh, mesh.coord)[0]
+    key = sha256(f"{seed} {epoch}".encode()).digest()  # keeps pairs apart that have the same sum
+    rng = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
+    order = torch.randperm(rows, generator=rng, dtype=torch.int32)
 
-    def typed(rows: Any) -> tuple[Tensor, ...]:
-        return rows if mesh is None else tuple(tree.declare(x, t, mesh) for x, t in zip(rows, types, strict=True))
+    def at(first: int) -> tuple[Tensor, Tensor]:
+        window = windows[order[first + part.start : first + part.stop].to(tokens.device)].long()
+        Tokens, Targets = window[:, :-1], window[:, -1]
+        if mesh is None:
+            return Tokens, Targets
+        return tree.declare(Tokens, types[0], mesh), tree.declare(Targets, types[1], mesh)
 
-    rows = BatchRows(len(data), batch, part, seed, epoch)
-    return DataLoader(data, sampler=rows, batch_size=None, collate_fn=typed, generator=torch.Generator())
+    return map(at, range(0, rows - batch + 1, batch))
 
 
 def endless(
     tokens: Tensor, k: int, batch: int, mesh=None, axes: Sequence[str] = ("X",), seed: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the `batches` of epoch 0, then of epoch 1, and so on."""
-    loader = batches(tokens, k, batch, mesh, axes, seed)
-    rows: Any = loader.sampler  # BatchRows, as `batches` made it
-    while True:
-        yield from loader
-        rows.set_epoch(rows.epoch + 1)
+    for epoch in count():
+        yield from batches(tokens, k, batch, mesh, axes, seed, epoch)
