@@ -13,7 +13,7 @@ that makes the tensor, and does not wait for the receiver; a Recv comes right be
 """
 
 from scaling.schedules.families import SCHEDULES, dualpipe_v, gpipe, interleaved, make, naive, one_f_one_b, zb_h1
-from scaling.schedules.instructions import (
+from scaling.schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -23,10 +23,11 @@ from scaling.schedules.instructions import (
     RecvActivation,
     RecvGrad,
     ReduceGrads,
+    Schedule,
     SendActivation,
     SendGrad,
+    split_backward,
 )
-from scaling.schedules.schedule import Schedule, split_backward
 
 __all__ = ["SCHEDULES", "Backward", "BackwardInput", "BackwardWeight", "Forward", "ForwardBackward", "Instruction"]
 __all__ += ["RecvActivation", "RecvGrad", "ReduceGrads", "Schedule", "SendActivation", "SendGrad", "dualpipe_v"]

@@ -8,8 +8,7 @@ time. `scaling.schedules.families` has the sources.
 from fractions import Fraction
 
 from scaling.schedules import make
-from scaling.schedules.instructions import Time
-from scaling.schedules.simulator import UNIT, Times
+from scaling.schedules.simulator import UNIT, Time, Times
 
 
 def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:

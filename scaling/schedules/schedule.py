@@ -1,24 +1,118 @@
-"""Build a schedule, an object, from each rank's order of computations (see `scaling.schedules`)."""
+"""A pipeline schedule as data: the instructions, and the schedule that is built from each rank's order of computations.
+
+Instructions are frozen data, which can be compared (see `scaling.schedules`).
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import attrgetter
 
 from scaling.common.arguments import whole
-from scaling.schedules.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    ForwardBackward,
-    Instruction,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    SendActivation,
-    SendGrad,
-    parts,
-)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a rank's program, for one microbatch at one virtual stage."""
+
+    stage: int
+    microbatch: int
+
+
+class Forward(Instruction):
+    """Compute Out = f(W, In), and save the arrays that the backward needs."""
+
+
+class Backward(Instruction):
+    """Compute both dIn and dW from dOut."""
+
+
+class BackwardInput(Instruction):
+    """Compute dIn from dOut, the half of the backward that the previous stage waits for."""
+
+
+class BackwardWeight(Instruction):
+    """Compute dW, the half of the backward that no rank waits for, after the microbatch's BackwardInput."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """A Forward and the Backward of another microbatch as one unit (DeepSeek's F&B).
+
+    The transfers of each are hidden behind the matmuls of the other. The unit starts when the inputs of both have
+    arrived, and sends when both are done.
+    """
+
+    forward: Forward
+    backward: Backward
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer(Instruction):
+    """A transfer between this rank and the rank `peer` along the pipeline axis. `stage` is the sender's."""
+
+    peer: int
+
+
+class SendActivation(Transfer):
+    """Send Out of `stage` to the rank of stage + 1, without waiting for it."""
+
+
+class RecvActivation(Transfer):
+    """Wait until Out of `stage`, which is the input of stage + 1, has arrived from the rank of `stage`."""
+
+
+class SendGrad(Transfer):
+    """Send dIn of `stage` to the rank of stage - 1, without waiting for it."""
+
+
+class RecvGrad(Transfer):
+    """Wait until dIn of `stage`, which is dOut of stage - 1, has arrived from the rank of `stage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGrads:
+    """Reduce the gradients of the chunk at virtual stage `stage`, which are complete, over the data axes."""
+
+    stage: int
+
+
+COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, ForwardBackward)
+SENDS = (SendActivation, SendGrad)
+RECVS = (RecvActivation, RecvGrad)
+RECV_OF = {SendActivation: RecvActivation, SendGrad: RecvGrad}
+
+
+def parts(step) -> tuple:
+    """Return the parts of an instruction: the two computations of a ForwardBackward, or the instruction alone."""
+    return (step.forward, step.backward) if isinstance(step, ForwardBackward) else (step,)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightHalves:
+    """The weight halves of several microbatches' backwards at one stage, which are one product."""
+
+    stage: int
+    microbatches: tuple[int, ...]
+
+
+def units_of(program: tuple) -> list[list]:
+    """Split a program into lists of what runs as one: one instruction, or consecutive weight halves of a stage."""
+    alike = groupby(program, lambda step: step.stage if isinstance(step, BackwardWeight) else id(step))
+    return [list(unit) for _, unit in alike]
+
+
+def simple_parts(unit: list) -> list:
+    """Return a unit as instructions that are not made of others."""
+    match unit[0]:
+        case BackwardWeight(s, _):
+            return [WeightHalves(s, tuple(half.microbatch for half in unit))]
+        case Backward(s, m):
+            return [BackwardInput(s, m), WeightHalves(s, (m,))]
+        case ForwardBackward(forward, backward):
+            return [forward, *simple_parts([backward])]
+    return unit
+
 
 PARTS_BY_LETTER = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
 

@@ -3,15 +3,19 @@
     timeline = simulate(one_f_one_b(4, 8), Times(forward=1, backward_input=1, backward_weight=1, hop=0))
     timeline.makespan, timeline.bubble, timeline.live
 
-Times are fractions, so that results can be compared with the `closed_forms` exactly.
+Times are fractions, so that results can be compared with the `closed_forms` exactly. A `Timeline` says when each
+instruction ran on which rank. It is simulated, with times in the unit of the simulation's `Times`, or measured
+(`scaling.strategies.pipeline`) in seconds.
 """
 
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from typing import Any
 
-from scaling.schedules import Schedule
-from scaling.schedules.instructions import (
+from scaling.schedules.schedule import (
+    COMPUTE,
     RECV_OF,
     RECVS,
     SENDS,
@@ -23,12 +27,97 @@ from scaling.schedules.instructions import (
     RecvActivation,
     RecvGrad,
     ReduceGrads,
+    Schedule,
     SendActivation,
-    Span,
-    Time,
-    Timeline,
     parts,
 )
+
+Time = float | Fraction  # a simulation's times are exact fractions
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instruction that ran on a rank, with its start and its end."""
+
+    rank: int
+    step: Any
+    start: Time
+    end: Time
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of all ranks."""
+
+    name: str
+    ranks: int
+    spans: tuple[Span, ...]
+    chunks: int = 1
+
+    @cached_property
+    def compute(self) -> tuple[Span, ...]:
+        """The spans that are computation, without transfers and reductions."""
+        return tuple(span for span in self.spans if isinstance(span.step, COMPUTE))
+
+    @property
+    def start(self) -> Time:
+        """The start of the first span, or 0 without spans."""
+        return min((span.start for span in self.spans), default=0)
+
+    @cached_property
+    def makespan(self) -> Time:
+        """The time from the start of the first computation to the end of the last, over all ranks."""
+        return max(span.end for span in self.compute) - min(span.start for span in self.compute)
+
+    def idle(self, rank: int) -> Time:
+        """Return the makespan less the time for which a rank computed."""
+        return self.makespan - self.busy(rank)
+
+    def busy(self, rank: int) -> Time:
+        """Return the time for which a rank computed."""
+        return self._busy[rank]
+
+    @cached_property
+    def _busy(self) -> tuple[Time, ...]:
+        busy: list[Time] = [0] * self.ranks
+        for span in self.compute:
+            busy[span.rank] += span.end - span.start
+        return tuple(busy)
+
+    @property
+    def bubble_time(self) -> Time:
+        """The time for which a rank is idle, averaged over the ranks."""
+        return sum(self.idle(rank) for rank in range(self.ranks)) / self.ranks
+
+    @property
+    def bubble(self) -> Time:
+        """The fraction of the makespan for which ranks are idle: (P-1)/(M+P-1) for GPipe."""
+        return self.bubble_time / self.makespan
+
+    @property
+    def overhead(self) -> Time:
+        """Bubble time over ideal time, as Narayanan et al. 2021 count: (P-1)/M for GPipe, (P-1)/(v*M) interleaved."""
+        return self.bubble_time / (self.makespan - self.bubble_time)
+
+    @cached_property
+    def live(self) -> tuple[Fraction, ...]:
+        """Each rank's peak number of live activations, in microbatches.
+
+        One chunk's activations of one microbatch count 1/chunks, from the start of the Forward to the end of the
+        backward.
+        """
+        return tuple(Fraction(self._peak(rank), self.chunks) for rank in range(self.ranks))
+
+    def _peak(self, rank: int) -> int:
+        spans = sorted((span for span in self.compute if span.rank == rank), key=lambda span: (span.start, span.end))
+        count = peak = 0
+        for span in spans:
+            if isinstance(span.step, Forward):
+                count += 1
+                peak = max(peak, count)
+            elif isinstance(span.step, (Backward, BackwardWeight)):
+                count -= 1
+        return peak
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ blue. A whole Backward is teal, and a rank's second chunk (and fourth ...) is li
 
 from pathlib import Path
 
-from scaling.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Timeline
+from scaling.schedules.schedule import Backward, BackwardInput, BackwardWeight, Forward
+from scaling.schedules.simulator import Timeline
 from scaling.show import bars, svg
 from scaling.show.bars import Bar
 

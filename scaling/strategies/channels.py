@@ -25,8 +25,7 @@ from scaling.collectives.op import as_carried
 from scaling.common.limits import LIMITS
 from scaling.common.torch_private import Nowhere
 from scaling.mesh.lost import naming, raise_lost
-from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
-from scaling.schedules.schedule import Schedule
+from scaling.schedules.schedule import RECVS, RecvActivation, Schedule, SendActivation
 from scaling.spec import parse, refuse
 
 

@@ -34,8 +34,8 @@ from scaling.schedules import (
     SendActivation,
     SendGrad,
 )
-from scaling.schedules.instructions import Span, Timeline, WeightHalves, parts, simple_parts, units_of
-from scaling.schedules.simulator import simulate
+from scaling.schedules.schedule import WeightHalves, parts, simple_parts, units_of
+from scaling.schedules.simulator import Span, Timeline, simulate
 from scaling.spec import format_axes, parse
 from scaling.strategies.channels import Channels
 from scaling.strategies.stage import SPECS, Stage, mlp

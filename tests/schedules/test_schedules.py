@@ -13,7 +13,7 @@ from refused import evaluated, refused
 from scaling import schedules
 from scaling.schedules import SCHEDULES, Backward, BackwardInput, Forward, ReduceGrads, make, split_backward
 from scaling.schedules import closed_forms as bubbles
-from scaling.schedules.instructions import COMPUTE, SENDS, parts
+from scaling.schedules.schedule import COMPUTE, SENDS, parts
 from scaling.schedules.simulator import Deadlock, Times, simulate
 
 ISSUE = [(name, p, m) for name in SCHEDULES for p in (2, 3, 4) for m in (1, 4, 6, 8)]

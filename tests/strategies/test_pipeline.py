@@ -19,7 +19,7 @@ from refused import evaluated, refused
 from scaling import launch, trace, tree
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.schedules import SCHEDULES, ReduceGrads, make, split_backward
-from scaling.schedules.instructions import parts
+from scaling.schedules.schedule import parts
 from scaling.schedules.simulator import Deadlock
 from scaling.strategies import fsdp_tp, pipeline
 from scaling.strategies.stage import mlp, of_strategy
