@@ -86,8 +86,7 @@ class TextStream:
 
     Certain text has whole characters, and does not end with what may be the start of a stop text. `push(id)` and, at
     the end, `rest()` return the text that has become certain. `stopped`: a stop text is complete, and the text ends
-    before it; of several it is the one that was complete first. A push takes time in proportion to the text that its
-    token adds and to the number of stop texts, for any lengths.
+    before it; of several it is the one that was complete first.
 
     Args:
         tokenizer: The tokenizer of the ids.
@@ -98,7 +97,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = ()):
         if stops and isinstance(tokenizer, Unknown):
             raise ValueError(f"{tokenizer.name}: a stop text needs its tokenizer\n  fix: put its tokenizer.json there")
-        self.tokenizer, self.stops = tokenizer, [_Stop(stop) for stop in stops if stop]
+        self.tokenizer, self.stops = tokenizer, [*filter(None, stops)]
         self.pieces = token_bytes_of(tokenizer)
         self.reader = codecs.getincrementaldecoder("utf-8")(errors="replace") if self.pieces.joined else None
         self.ids = (
@@ -108,7 +107,7 @@ class TextStream:
         if self.read.endswith(BROKEN):
             self.ids, self.read = [], ""
         self.before = len(self.ids)
-        self.held = _Stop("")  # the stop text whose first characters are the text held back
+        self.held = ""  # the text that is held back: the first characters of a stop text
         self.stopped = False
 
     def push(self, id: int) -> str:
@@ -141,44 +140,16 @@ class TextStream:
         else:
             new = self.tokenizer.decode(self.ids)[len(self.read) :]
         given = self._certain(new)
-        return given if self.stopped else given + self.held.text[: self.held.matched]
+        return given if self.stopped else given + self.held
 
     def _certain(self, new: str) -> str:
-        """Return the certain part of the text so far, after adding this new text to its end."""
-        if not self.stops:
-            return new
-        held, count = self.held.text, self.held.matched
-        for end, character in enumerate(new, count + 1):
-            if complete := [len(stop.text) for stop in self.stops if stop.completed_by(character)]:
-                self.stopped, cut = True, end - max(complete)
-                break
-        else:
-            self.held = max(self.stops, key=lambda stop: stop.matched)
-            cut = count + len(new) - self.held.matched
-        return held[: min(cut, count)] + new[: max(cut - count, 0)]
-
-
-class _Stop:
-    """A stop text, and how much of it the text read so far ends with (Knuth, Morris and Pratt)."""
-
-    def __init__(self, text: str):
-        self.text, self.matched, self.shorter = text, 0, _borders(text)
-
-    def completed_by(self, character: str) -> bool:
-        """Read one more character; return whether it completes the stop text."""
-        while self.matched and self.text[self.matched] != character:
-            self.matched = self.shorter[self.matched - 1]
-        self.matched += self.text[self.matched] == character
-        return self.matched == len(self.text)
-
-
-@lru_cache(1024)  # every answer of a call has the same stop texts
-def _borders(text: str) -> list[int]:
-    """Return for each prefix of the text the length of its longest proper prefix that it also ends with."""
-    found = [0] * bool(text)
-    for character in text[1:]:
-        length = found[-1]
-        while length and text[length] != character:
-            length = found[length - 1]
-        found.append(length + (text[length] == character))
-    return found
+        """Return the certain part of the text that was held back and this new text after it."""
+        text = self.held + new
+        found = [(begin + len(stop), -len(stop)) for stop in self.stops if (begin := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return text[: sum(min(found))]
+        starts = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self.stops))
+        cut = next(starts, len(text))
+        self.held = text[cut:]
+        return text[:cut]
