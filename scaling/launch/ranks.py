@@ -299,6 +299,18 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+def free_memory(device: str, ranks: int = 1) -> float:
+    """Return the bytes that are free for each rank, of its GPU, or of the machine that `ranks` ranks share."""
+    check_device(device)
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    if not (info := Path("/proc/meminfo")).exists():
+        return math.inf
+    free = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+    here = this_rank().local_size if world_size() > 1 else 0  # torchrun's only rank starts all ranks on this machine
+    return int(free.split()[1]) * 1024 / (here or ranks)
+
+
 def end_with_parent(parent: int) -> None:
     """Let this process die with the one that started it, however that one ends."""
     if sys.platform == "linux":

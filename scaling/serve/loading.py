@@ -233,7 +233,7 @@ def served_by(args: argparse.Namespace) -> Served:
         draft = with_weights(draft)
         check_draft(draft.config, model.config)
         check_mesh(draft.config, mesh, args.form)
-    memory = args.memory or free_memory(args.device, mesh.size())
+    memory = args.memory or int(min(0.9 * launch.free_memory(args.device, mesh.size()), 1 << 62))
     tokenizer = tokenizer_of(model.folder, model.config.V)
     ends = () if args.ignore_eos else ends_of(model.folder, tokenizer)
     defaults = NO_DEFAULTS if args.no_generation_config else defaults_of(model.folder)
@@ -243,15 +243,3 @@ def served_by(args: argparse.Namespace) -> Served:
         model, sizes, DTYPES[args.dtype], args.form, memory, args.device, draft, tokenizer, ends, defaults,
         args.compile, not args.no_capture, args.weights, CACHES.get(args.cache),
     )  # fmt: skip
-
-
-def free_memory(device: str, ranks: int = 1) -> int:
-    """Return the bytes that each rank may take: nine tenths of the free memory of the machine, or of the GPU."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0] * 9 // 10
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 62
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return kib * 1024 * 9 // 10 // ranks

@@ -142,7 +142,7 @@ def main(argv=None) -> int:
         return 0
     check_installed(settings)
     if first_rank() and not fits_as_before(declared, sizes):
-        room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
+        room = launch.free_memory(args.device, ranks := AbstractMesh(sizes).size())
         counts = dry.refuse_too_large(settings, sizes, room)
         evaluate.check_sample(settings, ranks, counts.params + counts.state, room)
     try:

@@ -3,15 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from pathlib import Path
-
-import torch
 
 from scaling.common.console import significant
-from scaling.common.torchrun import this_rank
 from scaling.cost.counted import CountedStep
 from scaling.cost.memory import ROOM
-from scaling.mesh import AbstractMesh, check_device
+from scaling.mesh import AbstractMesh
 from scaling.spec.sizes import format_sizes
 from scaling.train.programs import step_by_symbols, step_memory
 from scaling.train.settings import Settings
@@ -92,15 +88,3 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
         f"a rank needs {needed / 1e9:.2f} GB, and there are {ROOM * available / 1e9:.2f} GB for it\n"
         f"  fix: {fit}; or give more --microbatches, or --remat block{shard}"
     )
-
-
-def memory_of_rank(device: str, ranks: int) -> float:
-    """Return the bytes of memory available to each of `ranks` ranks on this machine."""
-    check_device(device)
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    ranks = this_rank().local_size or ranks
-    if not (info := Path("/proc/meminfo")).exists():
-        return float("inf")
-    free = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(free.split()[1]) * 1024 / ranks

@@ -22,11 +22,11 @@ import torch
 from machine import Forked, be_rank
 from runs import ONE, TINY, records, refusal, train, write_text
 
-from scaling import tree
+from scaling import launch, tree
 from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.spec.sizes import parse_mesh
-from scaling.train import checkpoint, command, dry, evaluate, guards, loop
+from scaling.train import checkpoint, command, evaluate, guards, loop
 from scaling.train.command import fits_as_before, fitted, loss_note, shared
 from scaling.train.loop import run
 from scaling.train.progress import Progress
@@ -118,7 +118,7 @@ def test_stopped_it_saves_and_can_go_on(capsys):
     ("--batch 2", "fix: more ranks along X, or a smaller model: no batch fits"),
 ])  # fmt: skip
 def test_refused_in_a_line(capsys, monkeypatch, more, words):
-    monkeypatch.setattr(dry, "memory_of_rank", lambda device, ranks: 1e5 if more == "--batch 2" else 1e12)
+    monkeypatch.setattr(launch, "free_memory", lambda device, ranks: 1e5 if more == "--batch 2" else 1e12)
     write_text(500)
     Path("held").mkdir()
     with open("held/lock", "w") as held:
