@@ -7,7 +7,7 @@ from scaling.common.console import command_of
 
 TOOLS = {  # word -> (module, what it does)
     "train": ("scaling.train.command", "train a Transformer on your text, on any mesh"),
-    "generate": ("scaling.generate.command", "text from a model or a training run"),
+    "generate": ("scaling.serve.generate_command", "text from a model or a training run"),
     "serve": ("scaling.serve.command", "a file of requests, by continuous batching"),
     "show": ("scaling.show", "which device holds which block; pipeline schedules"),
     "check": ("scaling.check", "the types of every line of Python files, run on an abstract mesh"),

@@ -14,7 +14,8 @@ are loaded when they are first used, because the scheduler and the simulator nee
     fields, requests             JSON; a request as data
     states, pages, scheduler     the engine's state machine, without torch
     simulate, engine             a trace of requests in time: modelled, and computed
-    text, loading                for the commands `generate` and `serve`
+    text, loading                for the commands
+    command, generate_command    `python -m scaling.serve`, `python -m scaling.generate`
     web                          the engine behind HTTP: the extra `serve`
 """
 

@@ -46,7 +46,7 @@ COMMANDS = {  # name: (module, arguments that are right and soon done)
     "train export": ("train.export", "run --out exported"),
     "train flight": ("train.flight", "run"),
     "train verify": ("train.compare:verify_run", "run"),
-    "generate": ("generate.command", f"{GIVE} --prompt ab"),
+    "generate": ("serve.generate_command", f"{GIVE} --prompt ab"),
     "serve": ("serve.command", f"{GIVE} --input request.json --output completions.jsonl"),
     "show": ("show", "A[I_X,J_Y]"),
     "show schedule": ("show.schedules", "1f1b"),

@@ -12,9 +12,9 @@ from probes import shaken
 
 from scaling import tree
 from scaling.configs import Config
-from scaling.generate.command import main as generate
 from scaling.models import hf
 from scaling.plan.__main__ import main as plan
+from scaling.serve.generate_command import main as generate
 from scaling.show import main as show
 from scaling.train.command import main as train
 

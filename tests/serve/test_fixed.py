@@ -21,11 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from scaling import serve, tree
 from scaling.configs.attention import Linear
-from scaling.generate.command import arguments
 from scaling.mesh import Mesh
 from scaling.models import hf, transformer
 from scaling.serve import fixed
 from scaling.serve.fixed import why_not
+from scaling.serve.generate_command import arguments
 from scaling.serve.loading import served_by
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE

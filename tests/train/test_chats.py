@@ -14,11 +14,11 @@ pytest.importorskip("jinja2", reason="chat templates need it: pip install jinja2
 from runs import ONE, TINY, refusal, train, write_model
 from tokenizers import Tokenizer
 
-from scaling.generate import command as generating
 from scaling.models import transformer
 from scaling.models.ends import NO_END
 from scaling.models.template import chat_template
 from scaling.models.text import BYTES, of_bytes, tokenizer
+from scaling.serve import generate_command as generating
 from scaling.strategies import transformer as strategy
 from scaling.train.batches import IGNORED, Batches
 from scaling.train.corpus import open_corpus

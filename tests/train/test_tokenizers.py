@@ -20,12 +20,12 @@ from tokenized import WORDS, make
 from tokenizers import Tokenizer
 
 from scaling import tree
-from scaling.generate import command as generating
 from scaling.models import hf
 from scaling.models.ends import ends_of
 from scaling.models.template import chat_template
 from scaling.models.text import home_of, tokenizer, tokenizer_of
 from scaling.serve import command as serve
+from scaling.serve import generate_command as generating
 from scaling.train import command
 from scaling.train.origin import options_of, tokenizer_in
 

@@ -1,1 +1,0 @@
-"""Generate text from a model on the command line."""
