@@ -47,32 +47,29 @@ def why_not(config: Config, mesh: Any, device: torch.device) -> str | None:
     return why_eager(config)
 
 
-class Captured:
-    """step(x) -> y of one input on the device, captured for x's shape. Each call returns new memory.
+def captured(step: Callable[[Tensor], Tensor], x: Tensor, pool: Any) -> Callable[[Tensor], Tensor]:
+    """Return step(x) -> y, captured as a CUDA graph for inputs of x's shape. Each call returns new memory.
 
     Args:
         step: The function to capture.
         x: An input of the shape.
         pool: A handle of torch.cuda.graph_pool_handle. Graphs may share it if only one runs at a time.
     """
+    static, side, graph = x.clone(), torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            step(static)
+    torch.cuda.current_stream(x.device).wait_stream(side)
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        y = step(static)
 
-    def __init__(self, step: Callable[[Tensor], Tensor], x: Tensor, pool: Any):
-        self.x = x.clone()
-        side = torch.cuda.Stream(x.device)
-        side.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                step(self.x)
-        torch.cuda.current_stream(x.device).wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.y = step(self.x)
+    def replay(x: Tensor) -> Tensor:
+        static.copy_(x)
+        graph.replay()
+        return y.clone()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Copy x to the static input, replay, and return a copy of the result."""
-        self.x.copy_(x)
-        self.graph.replay()
-        return self.y.clone()
+    return replay
 
 
 FEW = 8  # tokens of a row up to which a step has a fixed shape
@@ -217,7 +214,7 @@ class Steps:
         def run(asked: Tensor) -> Tensor:
             return step(self.params, held, asked, places)
 
-        return run if self.why else Captured(run, asked, self.pool)
+        return run if self.why else captured(run, asked, self.pool)
 
 
 def by_layer(full: Tensor, windowed: Tensor, config: Config) -> list[list[Tensor]]:

@@ -11,10 +11,11 @@ from http_server import CONFIG, chat, running
 
 from scaling import __main__
 from scaling.models.text import ByteText
+from scaling.serve import scheduler
 from scaling.serve.fields import RequestError
-from scaling.serve.requests import request_seeds
-from scaling.serve.states import Options
-from scaling.serve.web import app, words
+from scaling.serve.requests import Request, request_seeds
+from scaling.serve.states import Arrive, Options
+from scaling.serve.web import app, desk, words
 
 SHORT = words.Model("tiny", ByteText(), CONFIG.V, (), chat, Options(32, 4))
 LONG = SHORT._replace(options=Options(1 << 20, 4))
@@ -210,3 +211,10 @@ def test_pages_of_other_origins(origin):
     for wrong in ("a.org", "https://a.org/", "https://a.org/b", "", "https://u@a.org"):
         with pytest.raises(ValueError, match="is not an origin"):
             app.check_origin(wrong)
+
+
+def test_the_figures_count_the_pages_of_layers_with_a_window():
+    state, _ = scheduler.step(scheduler.initial(Options(32, 4, window=4)), [Arrive(Request(1, (1,) * 9, 2))])
+    now = desk.Figures().now(state)
+    assert now["pages"] == 32 + state.options.window_pages
+    assert now["pages_held"] == sum(len(live) for live in (state.live[1].pages, state.live[1].window_pages))

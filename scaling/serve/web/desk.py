@@ -62,7 +62,8 @@ class Figures:
     def now(self, state: State) -> dict[str, float]:
         """Return the present value of each gauge, by its name in GAUGES."""
         since = time.monotonic() - WINDOW
-        live, pools = list(state.live.values()), [pool for pools in state.pools.values() for pool in pools]
+        live, full = list(state.live.values()), [pool for pools in state.pools.values() for pool in pools]
+        pools = [pool for each in full for pool in (each, each.windowed) if pool]
         return {
             "batch": sum(len(works) for works in state.busy.values()),
             "running": sum(one.where is not None for one in live),
@@ -84,7 +85,7 @@ GAUGES = {
     "batch": "requests in the step that runs",
     "running": "requests in a slot",
     "waiting": "requests that wait for a slot or for pages",
-    "pages": "pages of the cache",
+    "pages": "pages of the cache, of layers with a window and of the others",
     "pages_held": "pages that requests hold",
     "pages_cached": "pages that nobody holds, kept for prompts that begin alike",
     "tokens_per_second": f"generated tokens a second, over the last {WINDOW:.0f} seconds",
