@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TABLE = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
 ERRORS = TABLE["errors"]  # (the median error, the rows), by kind of chip and by engine
 MEASURED = TABLE["on"]  # the chips of these rows
-AT_ONCE = 0.5  # the share of other requests whose prompts run before a request's own if all come at once
+AT_ONCE = 0.5  # the share of other requests whose prompts run before a request's own if all come at once, at most
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class FirstWork:
 
     Attributes:
         peak: Seconds of the prompt's FLOPs at the peak.
+        weights: Seconds of reading the weights once, as forecast.
         sent: Seconds of sending its activations.
         layers: The number of layers whose kernels start.
         latent: Whether the model has latent attention.
@@ -96,10 +97,10 @@ class FirstWork:
         batch: The number of requests at once.
         dp_attention: Whether attention is data parallel, so that its replicas have different requests.
         token: Seconds of a token.
-        waves: Whether all requests come at once and end at once, so that all prompts run before any decode step.
     """
 
     peak: Amount
+    weights: Amount
     sent: Amount
     layers: Amount
     latent: Amount
@@ -108,7 +109,6 @@ class FirstWork:
     batch: Amount
     dp_attention: Amount
     token: Amount
-    waves: Amount = False
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,12 @@ class EngineRates:
     dp_attention: float = 1.0
 
     def prompt(self, work: FirstWork) -> Amount:
-        """Return the seconds in which chips compute and send a prompt."""
+        """Return the seconds in which chips compute and send a prompt.
+
+        A short prompt of a model with experts takes as long as reading the experts.
+        """
         rate = np.where(work.experts, self.experts, self.dense) * np.where(work.fp4, self.fp4, 1.0)
-        return rate * work.peak + work.sent
+        return np.maximum(rate * work.peak, work.weights) + work.sent
 
     def starts(self, work: FirstWork) -> Amount:
         """Return the seconds in which a prompt's kernels start."""
@@ -152,13 +155,14 @@ class EngineRates:
     def first(self, work: FirstWork) -> Amount:
         """Return the seconds to the first token, where prompts run between the steps."""
         queue = np.minimum(AT_ONCE, self.queue * np.where(work.dp_attention, self.dp_attention, 1.0))
-        before = np.where(work.waves, AT_ONCE, queue) * (work.batch - 1)
-        burst = np.where(work.waves, 0.0, self.burst * np.where(work.fp4, self.fp4_burst, 1.0) * work.batch**0.5)
-        return self.starts(work) + (1 + before) * self.prompt(work) + self.steps * work.token + burst
+        burst = self.burst * np.where(work.fp4, self.fp4_burst, 1.0) * work.batch**0.5
+        waits = (1 + queue * (work.batch - 1)) * self.prompt(work)
+        return self.starts(work) + waits + self.steps * work.token + burst
 
 
 GPU, TPU = (Rates(**TABLE[kind]) for kind in ("gpu", "tpu"))
 ENGINES = {name: EngineRates(**rates) for name, rates in TABLE["engines"].items()}
+KERNELS = ENGINES["vllm"]  # prompts between steps take as long in every engine: all call such kernels
 BUSY = 0.7  # the share of time that chips which only run prompts are busy
 WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for such chips, in units of a prompt's time (a queue of random arrivals)
 
@@ -180,8 +184,9 @@ class PromptRun:
         """Return the work of a prompt on GPUs where `ranks` chips share a sequence's attention."""
         s, c, chip = self.service, self.service.config, self.chip
         sent = 2 * c.L * 2 * s.prompt * c.D / chip.bandwidth("node") if ranks > 1 else 0.0  # switches add partial sums
+        read = GPU.weights * s.load.read(s.prompt) / (self.chips * chip.need("hbm_bw"))
         fp4 = "fp4" in dict(chip.peaks) and s.weights != "bf16"
-        return FirstWork(self.peak, sent, c.L, bool(c.latent), c.moe, fp4, batch, ranks < self.chips, token)
+        return FirstWork(self.peak, read, sent, c.L, bool(c.latent), c.moe, fp4, batch, ranks < self.chips, token)
 
     @property
     def peak(self) -> float:
@@ -192,7 +197,7 @@ class PromptRun:
         """Return the seconds in which the chips compute and send, if `ranks` of them share attention."""
         c, chip = self.service.config, self.chip
         if chip.kind == "gpu":
-            return float(ENGINES[self.service.engine].prompt(self.work(ranks)))
+            return float(KERNELS.prompt(self.work(ranks)))
         moved = decoding.StepCollective("AllReduce", "X", "Y", 2 * self.service.prompt * c.D, 2 * c.L)
         reduced = decoding.collective_seconds(moved, chip, self.shape, {"Y": self.chips}) if self.chips > 1 else 0.0
         return max(self.peak / self.service.mfu, reduced)

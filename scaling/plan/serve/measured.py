@@ -1,23 +1,21 @@
 """Fit the rates of serving to measured rows: `python -m scaling.plan serve measured silicon_sample.csv`.
 
 The file is systems/silicon_sample.csv of github.com/ai-dynamo/aiconfigurator (Apache-2.0, 2026), or a part of it. Each
-forecast is judged by rows that it is not fitted to: the groups of model, chip, count and dtype are divided into halves,
-and the rates that fit one half forecast the other. The last lines printed are rates.toml, fitted to all rows.
+forecast is judged by rows that it is not fitted to. The rows are divided by each of LEFT_OUT: those of one model, for
+instance, are forecast by the rates that fit the rows of all other models. The last lines printed are rates.toml, fitted
+to all rows.
 
 Left out are other models than MODELS, repeated rows, rows whose caches do not fit, and prompts that ran on other chips.
-
-How three sets of rows were measured is inferred from their own times. In SGLang's of Qwen3-32B all requests come and
-end together: the first token takes half of the time of all prompts, and a further one waits for half as many prompts as
-in vLLM's, whose requests are staggered. In TensorRT-LLM's of Llama-3.1-8B one request of each batch waits until another
-ends: the first token is late by the time of a request divided by the batch. Its servers of Llama-3.1-70B send 20 tokens
-at a time if 1,024 are generated.
+Nothing else is known of a row but its columns, so rows are far off that were measured in another way than most. In
+SGLang's rows of Qwen3-32B all requests seem to come at once. In TensorRT-LLM's of Llama-3.1-70B, with 1,024 tokens of
+output, the first text seems to be sent with the twentieth token.
 """
 
 import csv
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,36 +37,38 @@ MODELS = {
 }  # fmt: skip
 # The search for an engine's rates begins with these.
 START = EngineRates(1e-3, 1.5, 3.0, 1.5, 0.08, 3.0, 0.01, 1.5, 2.0, 2.0)
-SENT_LATER = 19  # further tokens that are sent with the first one
+AT_MOST_PEAK = "dense", "experts", "fp4"  # the multiples of an engine's time at the peak
 ROUNDS, WIDEST, LEAST = 40, 0.7, 2e-3  # of the search for rates: its rounds, and its steps in log(rate)
 MANY, FAR = 10, 0.6  # groups of as many rows, and the error beyond which they are counted
+LEFT_OUT = "deployment", "model", "chip", "dtype", "engine"  # what is left out of a fit, and then forecast
+TENTHS = 10  # the parts into which deployments (model, chip, count and dtype) are divided
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
     """A measured row: the plan, and the seconds to the first token and of each further one.
 
-    `experts`: the chips among which whole experts are divided; `late`: how many further tokens are generated before
-    the first text is sent, on average; `waves`: whether all requests come and end together.
+    `experts`: the chips among which whole experts are divided.
     """
 
     plan: ServingPlan
     experts: int
     first: float
     token: float
-    late: float
-    waves: bool
 
     @property
-    def key(self) -> tuple:
-        """The model, chip, count and dtype, which decide the half that a row is in."""
-        p = self.plan
-        return p.service.config.name, p.chip.name, p.chips, p.service.weights
+    def labels(self) -> dict[str, object]:
+        """The values of LEFT_OUT."""
+        p, s = self.plan, self.plan.service
+        return {
+            "deployment": (s.config.name, p.chip.name, p.chips, s.weights), "model": s.config.name,
+            "chip": p.chip.name, "dtype": s.weights, "engine": s.engine,
+        }  # fmt: skip
 
     @property
     def group(self) -> tuple:
-        """The key, the engine and the layout, in which rows of one group agree."""
-        return *self.key, self.plan.service.engine, self.plan.sizes, self.experts
+        """The deployment, the engine and the layout, in which rows of one group agree."""
+        return self.labels["deployment"], self.plan.service.engine, self.plan.sizes, self.experts
 
 
 def measured_rows(path: Path) -> Iterator[MeasuredRow]:
@@ -100,12 +100,7 @@ def measured_rows(path: Path) -> Iterator[MeasuredRow]:
         plan = ServingPlan(service, on, (chips,), "heads", sizes, batch)
         elsewhere = row["backend"] == "trtllm" and row["system"] == "gb200"  # prompts ran on other chips
         times = float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3
-        run, late = (row["backend"], name), 0.0
-        if run == ("trtllm", "Llama-3.1-8B-Instruct"):
-            late = n["osl"] / batch
-        elif run == ("trtllm", "Llama-3.1-70B") and n["osl"] == 1024 and (on.name, chips) != ("h200", 8):
-            late = SENT_LATER
-        found = MeasuredRow(plan, min(n["moe_ep_size"], chips), *times, late, run == ("sglang", "Qwen3-32B"))
+        found = MeasuredRow(plan, min(n["moe_ep_size"], chips), *times)
         if plan.fits and not elsewhere and found not in seen:
             seen.add(found)
             yield found
@@ -126,7 +121,8 @@ def fit_rates(kind: type, start: dict, seconds: Callable, measured: np.ndarray, 
     best = loss(rates)
     for _ in range(ROUNDS):
         for name in step:
-            tries = [rates | {name: rates[name] * math.exp(sign * step[name])} for sign in (1, -1)]
+            least = 1.0 if kind is EngineRates and name in AT_MOST_PEAK else 0.0
+            tries = [rates | {name: max(least, rates[name] * math.exp(sign * step[name]))} for sign in (1, -1)]
             found = next((tried for tried in tries if loss(tried) < best - 1e-9), None)
             step[name] *= 1.5 if found else 0.5
             rates, best = (found, loss(found)) if found else (rates, best)
@@ -137,25 +133,28 @@ def fit_rates(kind: type, start: dict, seconds: Callable, measured: np.ndarray, 
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates fitted to rows, and their errors in log(forecast / measured) where they are fitted to the other half."""
+    """Rates fitted to rows; `errors` are log(forecast / measured) of the rows forecast by rates fitted without them.
+
+    The keys of `errors` are those of LEFT_OUT that divide the rows.
+    """
 
     name: str
     rates: Rates | EngineRates
-    errors: np.ndarray
-    halves: np.ndarray
+    errors: dict[str, np.ndarray]
     groups: tuple[tuple, ...]
 
     @property
     def error(self) -> float:
-        """The median error."""
-        return median(self.errors)
+        """The median error where whole deployments are left out."""
+        return median(self.errors["deployment"])
 
     @property
-    def far(self) -> tuple[int, int]:
-        """The number of groups of MANY rows that are off by more than FAR in the median, and of all such groups."""
+    def far(self) -> tuple[list[tuple], int]:
+        """The groups of MANY rows that are off by more than FAR in the median, and the number of all such groups."""
         large = [group for group, count in Counter(self.groups).items() if count >= MANY]
-        errors = (self.errors[[one == group for one in self.groups]] for group in large)
-        return sum(median(some) > FAR for some in errors), len(large)
+        errors = self.errors["deployment"]
+        off = [group for group in large if median(errors[[one == group for one in self.groups]]) > FAR]
+        return off, len(large)
 
 
 def median(errors: np.ndarray) -> float:
@@ -163,46 +162,56 @@ def median(errors: np.ndarray) -> float:
     return math.expm1(float(np.median(np.abs(errors))))
 
 
-def fit_halves(
+def left_out(rows: Sequence[MeasuredRow], what: str) -> list[np.ndarray]:
+    """Return masks of the rows to leave out together: those of one model, say, or of a tenth of the deployments."""
+    labels = [str(row.labels[what]) for row in rows]
+    names = sorted(set(labels))
+    number = {name: i % TENTHS if what == "deployment" else i for i, name in enumerate(names)}
+    each = np.array([number[label] for label in labels])
+    return [each == i for i in range(max(each) + 1)]
+
+
+def fit_without(
     name: str, kind: type, start: dict, rows: Sequence[MeasuredRow], seconds: Callable, measured: Callable
 ) -> Fit:
-    """Fit rates to rows and to each half of them. `seconds(rates, rows)` are forecast, `measured(row)` were taken."""
-    keys, groups = sorted({row.key for row in rows}), tuple(row.group for row in rows)
-    halves = np.array([keys.index(row.key) % 2 for row in rows])
-    times, errors = np.array([measured(row) for row in rows]), np.zeros(len(rows))
+    """Fit rates to rows, and to the rows without each part. `seconds(rows)(rates)` are forecast, `measured` taken."""
+    groups, times = tuple(row.group for row in rows), np.array([measured(row) for row in rows])
     weights = np.array([Counter(groups)[group] ** -0.5 for group in groups])  # a group counts as the root of its rows
 
-    def of(chosen: np.ndarray):
+    def of(chosen: np.ndarray) -> tuple:
         some = [row for row, kept in zip(rows, chosen, strict=True) if kept]
         return seconds(some), times[chosen], weights[chosen]
 
-    for half in (0, 1):
-        forecast_of, taken, _ = of(halves == half)
-        errors[halves == half] = np.log(forecast_of(fit_rates(kind, start, *of(halves != half))) / taken)
-    return Fit(name, fit_rates(kind, start, *of(halves >= 0)), errors, halves, groups)
+    rates, errors = fit_rates(kind, start, *of(times > 0)), {}
+    for what in LEFT_OUT:
+        parts = left_out(rows, what)
+        if len(parts) > 1:
+            errors[what] = np.zeros(len(rows))
+            for out in parts:
+                forecast_of, taken, _ = of(out)
+                errors[what][out] = np.log(forecast_of(fit_rates(kind, asdict(rates), *of(~out))) / taken)
+    return Fit(name, rates, errors, groups)
 
 
 def token_seconds(rows: Sequence[MeasuredRow]) -> Callable[[Rates], np.ndarray]:
     """Return the function from rates to the seconds of a token of each row."""
     work = stacked_work([forecast.token_work(row.plan) for row in rows])
-    work = replace(work, prompts=work.prompts * np.where([row.waves for row in rows], forecast.AT_ONCE, 1.0))
     return lambda rates: rates.token(work).seconds
 
 
 def first_seconds(rows: Sequence[MeasuredRow]) -> Callable[[EngineRates], np.ndarray]:
     """Return the function from an engine's rates to the seconds to the first token of each row."""
-    work = replace(stacked_work([forecast.first_work(row.plan) for row in rows]), waves=[row.waves for row in rows])
-    late = np.array([row.late * row.plan.tpot for row in rows])
-    return lambda engine: engine.first(work) + late
+    work = stacked_work([forecast.first_work(row.plan) for row in rows])
+    return lambda engine: engine.first(work)
 
 
 def fits(rows: Sequence[MeasuredRow]) -> list[Fit]:
     """Return the fits of a token's time, and of the time to the first one in each engine."""
-    found = [fit_halves("gpu", Rates, asdict(GPU), rows, token_seconds, lambda row: row.token)]
+    found = [fit_without("gpu", Rates, asdict(GPU), rows, token_seconds, lambda row: row.token)]
     for name in ENGINES:
         own = [row for row in rows if row.plan.service.engine == name]
         start = {key: getattr(START, key) if rate else 0.0 for key, rate in TABLE["engines"][name].items()}
-        found += [fit_halves(name, EngineRates, start, own, first_seconds, lambda row: row.first)] if own else []
+        found += [fit_without(name, EngineRates, start, own, first_seconds, lambda row: row.first)] if own else []
     return found
 
 
@@ -212,12 +221,13 @@ def main(arguments: list[str]) -> int:
     parser = Parser(prog="python -m scaling.plan serve measured", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path, help="silicon_sample.csv of github.com/ai-dynamo/aiconfigurator")
     found = fits(list(measured_rows(parser.parse_args(arguments).file)))
-    body = [
-        (one.name, len(one.groups), *(f"{median(one.errors[part]):.0%}" for part in (one.halves == 0, one.halves == 1)),
-         f"{one.error:.0%}", "{} of {}".format(*one.far)) for one in found
-    ]  # fmt: skip
-    head = ["", "rows", "first\nhalf", "second\nhalf", "both", f"groups of {MANY}\nbeyond {FAR:.0%}"]
-    print("Median errors of each half, forecast by the rates that fit the other:\n" + console.table(body, head) + "\n")
+    body = []
+    for one in found:
+        off, large = one.far
+        errors = (f"{median(one.errors[what]):.0%}" if what in one.errors else "" for what in LEFT_OUT)
+        body.append((one.name, f"{len(one.groups):,}", *errors, f"{len(off)} of {large}"))
+    head = ["", "rows", *LEFT_OUT, f"groups of {MANY}\nbeyond {FAR:.0%}"]
+    print("Median errors of rows whose kind is left out of the fit:\n" + console.table(body, head) + "\n")
     print("[errors]", *(f'{one.name} = [{one.error:.2f}, "{len(one.groups):,} rows"]' for one in found), "", sep="\n")
     for one in found:
         fields = (f"{name} = {rate:.3g}" for name, rate in asdict(one.rates).items())
