@@ -1,4 +1,5 @@
-"""What the planner's commands say, in at most 100 columns, and how they end; what they say as JSON."""
+"""What the planner's commands say, in at most 100 columns, and how they end; what they say as JSON;
+every option with values that it cannot have."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -14,11 +15,12 @@ from scaling.configs import get
 from scaling.cost.serving import load
 from scaling.cost.transformer import kv_cache_bytes, num_params
 from scaling.hardware import chip
-from scaling.plan import Job, explain, guide, plans
+from scaling.plan import Job, __main__, explain, guide, plans
 from scaling.plan.__main__ import main
 from scaling.plan.job import Fixed, Question
 from scaling.plan.one_layer import layer_chart, layer_passes, svg_of
 from scaling.plan.report import Budget, bottlenecks
+from scaling.plan.serve import command as serve_command
 from scaling.plan.serve import published as serving
 
 H100, L8, L70 = chip("h100"), get("llama3-8b"), get("llama3-70b")
@@ -308,3 +310,29 @@ def test_break_evens_are_where_the_axis_takes_as_long_as_computing():
     slower = plans(job, explain.links(H100, share), 64, Fixed((("data", 64),), microbatches=1))[0]
     assert max(dict(part.axes)["data"] / part.math for part in slower.cost.parts) == pytest.approx(1, rel=0.01)
     assert sum(share for _, share in bottlenecks(found)) == pytest.approx(1, abs=0.005)
+
+
+WRONG = ("0", "8.5", "1e400", "nan", "", "3", "100000", "tensor=3", "data=2,pipe=-1")
+ASKED = {
+    "": (__main__._parser, "--model llama3-8b --chip h100 --chips 8 --batch 1M"),
+    "guide": (guide._parser, "--model llama3-8b --gpu h100 --gpus 8"),
+    "serve": (serve_command._parser, "--model llama3-8b --chip v5e --chips 4 --prompt 1000 --output 24"),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_every_option_with_a_wrong_value_ends_in_words_or_in_a_sound_plan(kind, capsys):
+    make, given = ASKED[kind]
+    for action in make()._actions:
+        if action.nargs == 0 or action.dest in ("svg", "model", "requests", "rate"):
+            continue
+        for value in WRONG:
+            arguments = [*kind.split(), *given.split(), f"{action.option_strings[-1]}={value}"]
+            code = ended(__main__.main, arguments + ["--json"] * (kind != "guide"))
+            out, err = capsys.readouterr()
+            assert code in (0, 1, 2), (arguments, err)
+            assert "Traceback" not in err
+            assert code != 2 or "rror" in err, arguments
+            if code == 0 and not kind:
+                best = json.loads(out)["best"]
+                assert best["bound_seconds"] <= best["forecast_seconds"], arguments

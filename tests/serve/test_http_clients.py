@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API make of the server: openai, litellm, llm and lm-evaluation-harness; and every field that
+"""What clients of OpenAI's API make of the server: openai and lm-evaluation-harness; and every field that
 OpenAI's client can send, which is accepted as it is meant, or refused by its name."""
 
 import itertools
@@ -110,11 +110,6 @@ def base(served) -> str:
     return f"http://127.0.0.1:{served.port}/v1"
 
 
-def said(prompt: str, count: int) -> str:
-    """What the model says after a prompt, greedily."""
-    return ByteText().decode(serve.generate(PARAMS, [list(prompt.encode())], CONFIG, count)[0])
-
-
 @pytest.mark.slow
 def test_the_openai_package(served, base):
     openai = pytest.importorskip("openai", reason="the extra test has it")
@@ -140,48 +135,6 @@ def test_the_openai_package(served, base):
             assert (found.value.param, found.value.code, found.value.type) == (param, code, "invalid_request_error")
         client.chat.completions.create(**ask | {"max_tokens": 100, "stream": True}).close()
         assert served.until(lambda now: not now["running"] + now["waiting"])["pages_held"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_litellm(base, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm", reason="no extra has it")
-    way = {"api_base": base, "api_key": "none", "num_retries": 0, "temperature": 0, "max_tokens": 5}
-    whole = litellm.completion("openai/tiny", HI, **way).choices[0].message
-    assert whole.content == said(chat(HI), 5)
-    assert litellm.completion("openai/tiny", [*HI, whole.model_dump(), *HI], **way).usage.completion_tokens == 5
-    parts = litellm.completion("openai/tiny", HI, stream=True, **way)
-    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.content
-    plain = litellm.text_completion("ab", "text-completion-openai/tiny", **way).choices[0].text
-    assert plain == said("ab", 5)
-    for options, error in (
-        ({"messages": [{"role": "user", "content": "a" * 999}]}, "ContextWindowExceededError"),
-        ({"max_tokens": 999}, "ContextWindowExceededError"), ({"model": "openai/x"}, "NotFoundError"),
-        ({"frequency_penalty": 1.0}, "BadRequestError"),
-    ):  # fmt: skip
-        with pytest.raises(getattr(litellm, error)) as found:
-            litellm.completion(**{"model": "openai/tiny", "messages": HI} | way | options)
-        assert type(found.value).__name__ == error
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_llm(base, monkeypatch, tmp_path):
-    table = [{"model_id": name, "model_name": "tiny", "api_base": base} for name in ("talks", "goes-on")]
-    table[1]["completion"] = True
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(table))
-    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    llm = pytest.importorskip("llm", reason="no extra has it")
-    talks, goes_on = llm.get_model("talks"), llm.get_model("goes-on")
-    talks.key = goes_on.key = "none"
-    for stream in (False, True):
-        assert talks.prompt("hi", stream=stream, max_tokens=5, temperature=0).text() == said(chat(HI), 5)
-        assert goes_on.prompt("ab", stream=stream, max_tokens=5, temperature=0).text() == said("ab", 5)
-    talk = talks.conversation()
-    first = talk.prompt("hi", system="be", max_tokens=5, temperature=0).text()
-    told = [{"role": "system", "content": "be"}, *HI, {"role": "assistant", "content": first}, *HI]
-    assert talk.prompt("hi", max_tokens=5, temperature=0, seed=3).text() == said(chat(told), 5)
 
 
 TASK = """

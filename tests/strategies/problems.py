@@ -91,13 +91,10 @@ def squares(Out, Target):
     return (Out - Target).square().sum() / B
 
 
-def module(params, block=BLOCKS[0]):
-    """An nn.Module for these of the book's layers."""
-    return MLPStack(MLPConfig(len(params["W_in"]), D, F, activation=block[0], residual=block[1], norm=block[2]))
-
-
 def stack(params, In, block=BLOCKS[0]):
-    return functional_call(module(params, block), params, (In,))
+    """An nn.Module of the book's layers."""
+    sizes = {"activation": block[0], "residual": block[1], "norm": block[2]}
+    return functional_call(MLPStack(MLPConfig(len(params["W_in"]), D, F, **sizes)), params, (In,))
 
 
 def one_device(dtype=torch.float64, block=BLOCKS[0], L=L, steps=3):

@@ -1,5 +1,5 @@
-"""Pipelines executed on ranks: loss and gradients equal one device and torch's own pipelines; what stages send, each
-message told from all others; and what ends a run that cannot go on."""
+"""Pipelines executed on ranks: loss and gradients equal one device; what stages send, each message told from others;
+and what ends a run that cannot go on."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from machine import SOON, RankFailed, on_ranks
-from problems import BLOCKS, D, F, close, module, one_device, squares, whole
+from problems import BLOCKS, D, F, close, one_device, squares, whole
 from refused import evaluated, refused
 
 from scaling import launch, trace, tree
@@ -94,32 +94,6 @@ def test_equal_to_one_device(mesh, cases):
         found = (Loss, restored(grads, at, schedule, stage))
         close({f"{name} {microbatches}": found}, wanted[block])
         assert (tree.unshard(Loss[None], "Loss[S_Z]", mesh) == Loss).all()
-
-
-@on_ranks({"Z": 2}, {"Z": 4})
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
-def test_equal_to_torch(mesh, name):
-    """Gradients of this rank's layers, and the loss, which only the last stage has of torch.distributed.pipelining."""
-    from torch.distributed import pipelining
-
-    schedule, group = make(name, mesh.sizes["Z"], 8), mesh.group(("Z",)).pg
-    params, In, Target = problem(mesh, schedule)
-    Loss, grads = pipeline.value_and_grad(params, In, Target, mesh, schedule, squares, STAGE)
-
-    own, modules, stages = schedule.stages_of(mesh.coord["Z"]), [], []
-    for c, stage in enumerate(own):
-        chunk = tree.map(lambda W, c=c: W.unflatten(0, (len(own), -1))[c], params)
-        modules.append(module(chunk))
-        modules[-1].load_state_dict(chunk, assign=True)
-        stages.append(pipelining.PipelineStage(modules[-1], stage, schedule.virtual_stages, "cpu", group=group))
-    kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-    kind = kinds.get(name, pipelining.ScheduleInterleaved1F1B)
-    run = kind(stages if name == "interleaved" else stages[0], 8, loss_fn=squares, scale_grads=False)
-    losses, last = [], mesh.coord["Z"] == mesh.sizes["Z"] - 1
-    run.step(*([In] if own[0] == 0 else []), **({"target": Target, "losses": losses} if last else {}))
-    close(grads, {name: torch.cat([getattr(module, name).grad for module in modules]) for name in params})
-    if last:
-        close(Loss, sum(losses).detach())
 
 
 @on_ranks({"Z": 2})
