@@ -146,7 +146,8 @@ def _alone(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
 
 def _shaped(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     result = x.new_empty(output_shape(op, x.shape)) if out is None else out
-    return (), lambda: result
+    sent = None if op.kind == "AllReduce" else x  # kept alive until the wait, as transports do; that one sums a copy
+    return (), lambda sent=sent: result
 
 
 def _carried(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:

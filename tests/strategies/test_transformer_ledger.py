@@ -148,10 +148,11 @@ def peak(config, tokens, step, **options):
 def closed_form(remat, tokens, keep_weights):
     """The fullest of the layers' backward passes. Layer l has the stored shards, the activations of layers 0 to l, its
     own computed again, its weights and the next ones gathered, its gradients whole and those of the layer above being
-    reduced, the others' shards, and what lies between its lines: dAct, dTmp and dGate, and two of the stream."""
+    reduced, the others' shards, and what lies between its lines: dAct, dTmp, dGate and silu(Gate), and two
+    of the stream."""
     c, L = LARGE, LARGE.L
     saved, every = (tm.saved_bytes(c, tokens, policy, "fp32") / L for policy in (remat, "none"))
-    between = every - saved + 4 * tokens * (3 * c.F + 2 * c.D)
+    between = every - saved + 4 * tokens * (4 * c.F + 2 * c.D)
 
     def held(l):
         gathered = L if keep_weights else min(2, l + 1)
@@ -172,8 +173,8 @@ def test_peak_is_the_closed_form(remat, keep_weights):
 @pytest.mark.parametrize(("zero", "layers"), [(2, LARGE.L), (3, LARGE.L / X + 2)])  # and two gathered ones
 def test_after_each_microbatch_only_sums_of_shards_stay(zero, layers):
     """Beside the params: the shards' sums, one layer's gradients whole, and those of the layer above being reduced."""
-    held = peak(LARGE, 64, transformer.loss_and_grads, zero=zero, **TWO, **EACH)
-    assert held == pytest.approx(LAYER * (layers + LARGE.L / X + 2), rel=1e-3)
+    held = peak(LARGE, 4, transformer.loss_and_grads, zero=zero, **TWO, **EACH)
+    assert held == pytest.approx(LAYER * (layers + (LARGE.L + 1) / X + 2), rel=0.01)  # a shard arrives, too
 
 
 def test_after_each_microbatch_no_table_s_gradient_stays_whole():
