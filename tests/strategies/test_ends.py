@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from machine import on_ranks
@@ -9,9 +10,11 @@ from problems import BLOCKS, close, drawn, on_one_device, squares, stack, summed
 from torch.func import grad_and_value
 
 from scaling import tree
-from scaling.mesh import AbstractMesh
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import transformer as model
 from scaling.schedules import make
-from scaling.strategies import pipeline
+from scaling.strategies import pipeline, transformer
 from scaling.strategies.stage import mlp
 from scaling.strategies.transformer.ends import Terms, chunked_loss
 from scaling.trace import trace
@@ -72,6 +75,24 @@ def test_memory_and_messages_by_the_size_of_a_chunk():
         assert [e.nbytes for e in log.collectives()] == wanted
         assert log.flops == 3 * 2 * 1024 * 8 * 1024  # no logit twice
     assert peaks[0] > 1 << 20 > peaks[1]
+
+
+SMALL = Config("small", 1, 16, 24, 2, 2, 8, 32)
+TABLES = {"two tables": SMALL, "one table": SMALL.with_(tied=True), "positions": SMALL.with_(learned_positions=512)}
+
+
+@pytest.mark.parametrize("config", TABLES.values(), ids=TABLES)
+def test_gradients_in_bfloat16_are_near_those_in_float32(config):
+    """Half of all tokens are one token, whose row of the embedding's gradient is a sum of thousands."""
+    mesh, weights = Mesh({"X": 1}), torch.tensor([31.0] + [1.0] * 31)
+    tokens, targets = torch.multinomial(weights, 2 * 8192, True, generator=torch.Generator()).view(2, 16, 512)
+    params, found = model.init(config, 0, torch.bfloat16), []
+    for dtype in (torch.bfloat16, torch.float32):
+        own = transformer.shard(tree.map(lambda x, to=dtype: x.to(to), params), config, mesh)
+        found.append(transformer.loss_and_grads(own, tokens, targets, config, mesh, sums=torch.float32)[1])
+    ours, wanted = map(tree.named_leaves, found)
+    for name, grad in wanted.items():
+        assert (ours[name] - grad).norm() < 0.01 * grad.norm(), name
 
 
 PARAMS, ((IN, TARGET), *_) = whole(L=8)

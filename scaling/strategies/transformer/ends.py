@@ -35,13 +35,25 @@ def embed(W: Mapping[str, Tensor], tokens: Tensor, places: Tensor | None, mesh, 
 
 
 def embed_backward(dx: Tensor, tokens: Tensor, places: Tensor | None, size: int, mesh, config: Config) -> dict:
-    """dx[B_PXE, T_CY, D], tokens[B_PXE, T_C] -> {dE[V_Y, D] {U_PXEC}, dP[J, D] {U_PXECY}}, of `size` rows V_Y."""
-    rows, found = torch.ops.aten.embedding_dense_backward, {}
+    """dx[B_PXE, T_CY, D], tokens[B_PXE, T_C] -> {dE[V_Y, D] {U_PXEC}, dP[J, D] {U_PXECY}}, of `size` rows V_Y.
+
+    Both are in float32 at least.
+    """
+    found = {}
     if places is not None:
-        found["positions"] = rows(dx, places, config.learned_positions, -1, False)
+        found["positions"] = sum_rows(dx, places, config.learned_positions)
     dx = all_gather("dx[B_PXE, T_CY, D] -> dx[B_PXE, T_C, D]", dx, mesh)
     local, here = in_part(tokens, size, mesh)
-    return found | {"embed": rows(zeroed(scale_by(dx, config.embed_scale), here), local, size, -1, False)}
+    return found | {"embed": sum_rows(zeroed(scale_by(dx, config.embed_scale), here), local, size)}
+
+
+def sum_rows(dx: Tensor, indices: Tensor, size: int) -> Tensor:
+    """Sum the rows dx[B, T, D] that have the same index[B, T] into a table of `size` rows, in float32 at least.
+
+    torch's kernel on CPUs adds in the dtype of dx: in bfloat16 the sum for a frequent token would stop growing.
+    """
+    dx = dx.to(torch.promote_types(dx.dtype, torch.float32))
+    return torch.ops.aten.embedding_dense_backward(dx, indices, size, -1, False)
 
 
 def in_part(tokens: Tensor, size: int, mesh) -> tuple[Tensor, Tensor]:
