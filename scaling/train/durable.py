@@ -145,11 +145,12 @@ def finish(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any],
     written = [dcp.METADATA, *(block.file for saved in leaves.values() for block in saved.blocks)]
     index = index | {"files": {file: dcp.checksum(draft / file) for file in written}}
     replaced(draft / INDEX, json.dumps(index | {"checksum": checksum_of(index)}))
+    synced(draft)
     final = folder / step_name(step)
-    if final.exists():  # the step is being saved again
-        set_aside(final)
     replaced(folder / LATEST, str(step))  # it takes effect once the step has its name
     synced(folder)
+    if final.exists():  # the step is being saved again
+        set_aside(final)
     draft.rename(final)
     synced(folder)
     others = sorted((each for each in complete(folder) if each != step), key=lambda each: (each < step, each))

@@ -188,3 +188,21 @@ def test_a_step_counts_from_the_moment_at_which_it_has_its_name(monkeypatch):
     save(3)
     assert [step for _, *steps in seen[:-1] for step in steps] == [2] * 2 * (len(seen) - 1)
     assert seen[-1] == ("step-000003", 2, 3)
+
+
+def test_a_step_gets_its_name_when_its_files_and_their_names_are_on_disk(monkeypatch):
+    waiting, fsync, rename = set(), os.fsync, Path.rename
+
+    def on_disk(fd):
+        fsync(fd)
+        waiting.discard(os.fstat(fd).st_ino)
+
+    def renamed(self, to):
+        assert not waiting & {self.stat().st_ino}, f"{self} is not on disk"
+        waiting.add(self.parent.stat().st_ino)  # a folder, whose entries change
+        return rename(self, to)
+
+    monkeypatch.setattr(os, "fsync", on_disk)
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(1)
+    assert Path("step-000001").stat().st_ino not in waiting and Path().stat().st_ino not in waiting
