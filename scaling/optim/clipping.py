@@ -3,7 +3,7 @@
 For gradients that pass through float16 the loss is multiplied by a scale, so that small gradients stay in float16's
 range, and the gradients are divided by the scale before they are used (Micikevicius et al. 2018, arXiv:1710.03740,
 3.2). The scale adapts as in torch.amp.GradScaler. If a gradient is not finite, the step is skipped and the scale is
-multiplied by `backoff`, one half; after `interval` good steps it is multiplied by `growth`, 2.
+halved; after `interval` good steps it is doubled.
 """
 
 from collections.abc import Callable

@@ -205,4 +205,4 @@ def test_a_step_gets_its_name_when_its_files_and_their_names_are_on_disk(monkeyp
     monkeypatch.setattr(os, "fsync", on_disk)
     monkeypatch.setattr(Path, "rename", renamed)
     save(1)
-    assert Path("step-000001").stat().st_ino not in waiting and Path().stat().st_ino not in waiting
+    assert not waiting & {Path("step-000001").stat().st_ino, Path().stat().st_ino}
