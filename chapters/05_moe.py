@@ -102,7 +102,7 @@ def layer(params, x, mesh):
 def problem(config, of_losses=(0.3, 0.07)):
     """Return params, x and the cotangents of y and of the two losses, whole, in float64."""
     types = {"params": expert.specs(config, None), "x": "x[B, T, D]", "mean": "mean[D]", "dy": "dy[B, T, D]"}
-    whole = drawn(types, {"B": B, "T": T, "D": D, "E": E, "F": config.F}, page.args.seed)
+    whole = drawn(types, config.sizes | {"B": B, "T": T}, page.args.seed)
     params = tree.map(lambda W: W / D**0.5, whole["params"])
     return params, whole["x"] + whole["mean"], (whole["dy"], *torch.tensor(of_losses, dtype=torch.float64))
 

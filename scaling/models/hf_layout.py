@@ -13,7 +13,7 @@ from torch import Tensor
 from scaling.configs import Config
 from scaling.configs.hugging_face_write import kind_of
 from scaling.models.hf_names import PAIRED, TURNED, file_of
-from scaling.models.leaves import Leaf, leaves_of, specs_of
+from scaling.models.leaves import STACKED, Leaf, check_computed, types_of
 from scaling.spec import parse
 
 
@@ -138,24 +138,19 @@ def layer_numbers(config: Config) -> dict[str, tuple[int, ...]]:
 
 def leaf_layouts(config: Config) -> dict:
     """Return the FileLayout of each param. Raise a ValueError if no class of Hugging Face's is this model."""
-    specs, kind = specs_of(config), kind_of(config)
-    numbers = layer_numbers(config)
+    check_computed(config)
+    kind, numbers = kind_of(config), layer_numbers(config)
     order = () if config.latent else turned_order(config.H, config.rotary, kind in PAIRED)
 
-    def layout(key: str, leaf: Leaf, spec: str) -> FileLayout:
-        name, dims, joined = file_of(kind, *leaf.hf)
+    def layout(key: str, leaf: Leaf) -> FileLayout:
+        stack, *_ = of_param = parse(leaf.trained).dim_names
+        name, _, dims = leaf.file.rstrip("]").partition("[")
+        name, dims, joined = file_of(kind, f"model.layers.{{{stack}}}.{name}" if stack in STACKED else name, dims)
         rows, _, part = joined.partition(": ")
         parts = {"parts": int(rows)} if rows.isdecimal() else {"joined": tuple(rows.split())}
         given: Any = {"order": order if key in TURNED else ()} | parts
         return FileLayout(
-            name, tuple(dims.split(", ")), parse(spec).dim_names, numbers.get(parse(spec).dim_names[0], ()),
-            part=int(part or 0), **given,
+            name, tuple(dims.split(", ")), of_param, numbers.get(stack, ()), part=int(part or 0), **given,
         )  # fmt: skip
 
-    def each(leaves: dict, specs: dict) -> dict:
-        return {
-            key: each(leaf, specs[key]) if isinstance(leaf, dict) else layout(key, leaf, specs[key])
-            for key, leaf in leaves.items()
-        }
-
-    return each(leaves_of(config), specs)
+    return types_of(config, layout)

@@ -129,12 +129,8 @@ def problem(config: Config, how: str):
     def normal(*shape):
         return torch.randn(shape, generator=rng, dtype=torch.float64)
 
-    def draw(types, **other):
-        return tree.map(lambda text: normal(*parse(text).global_shape(config.sizes | other)) / 2, types)
-
     types = expert.specs(config, None)
-    shared = types.pop("shared", {})
-    params = draw(types) | ({"shared": draw(shared, F=config.S)} if shared else {})
+    params = tree.map(lambda text: normal(*parse(text).global_shape(config.sizes)) / 2, types)
     x, dy = normal(4, 6, config.D), normal(4, 6, config.D)
     if how == "one":  # all tokens choose expert 5 first; most others are empty
         x[..., 0] = x[..., 0].abs() + 1

@@ -152,7 +152,7 @@ def test_bytes_on_thousands_of_chips(capacity):
     mesh, (B, T), (D, F, E) = AbstractMesh({"P": 32, "X": 64, "Y": 2}), (2048, 4096), (7168, 2048, 256)
     sizes = {"L": 1, "D": D, "F": F, "N": 1, "K": 1, "H": 1, "V": 1, "E": E, "k": 8}
     config = Config("big", **sizes, shared=1, routing="sigmoid", capacity=capacity)
-    types, dims = expert.specs(config, "X", "Y"), {"D": D, "E": E, "F": F}
+    types, dims = expert.specs(config, "X", "Y"), config.sizes
 
     def layer(params, x):
         y, aux = expert.moe(params, x, config, mesh, "X", tensor="Y", spec="x[B_PX, T_Y, D]")

@@ -115,12 +115,7 @@ def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout)
     fix = "give the params of this config, sharded as expert.specs says"
     params = tree.map(lambda W: W.like if isinstance(W, TapedMatrix) else W, params)
     types.pop("bias", None)
-    routed = params
     if params.get("bias") is not None:  # it enters the choice of experts if it is given, whatever the routing
         types["bias"] = "bias[E]"
-    if shared := types.pop("shared", None):  # its F is another: that of all shared experts together
-        name, wide = 'params["shared"]', sizes | {"F": config.S}
-        tree.check(params.get("shared"), shared, wide, mesh, name=name, fix=fix)
-        routed = {key: leaf for key, leaf in params.items() if key != "shared"}
-    tree.check(routed, types, sizes, mesh, fix=fix)
+    tree.check(params, types, sizes, mesh, fix=fix)
     tree.check_floats(params)

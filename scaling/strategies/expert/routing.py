@@ -15,8 +15,9 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, shard
 from scaling.configs import Config
+from scaling.models.leaves import EXPERTS, SHARED, Leaf, leaves_here, map_leaves
 from scaling.models.moe import OF_EACH, Rows, balanced_load, capacity_of, choose_experts, expert_rows, load_of, position
-from scaling.spec import ShardingError, format_axes, parse
+from scaling.spec import ShardingError, Spec, format_axes, parse
 
 ExpertAxes = str | Sequence[str] | None
 
@@ -34,20 +35,15 @@ def _on(axes: tuple[str, ...]) -> str:
 
 
 def specs(config: Config, axis: ExpertAxes = "X", tensor: ExpertAxes = None) -> dict:
-    """Return the types of a layer's params: experts over `axis`, F over `tensor` if one is given."""
-    X, Y = _on(axes_of(axis)), _on(axes_of(tensor))
-    types = {"router": "router[D, E]", "W_in": f"W_in[E{X}, D, F{Y}]", "W_out": f"W_out[E{X}, F{Y}, D]"}
-    shared = {"W_in": f"W_in[D, F{Y}]", "W_out": f"W_out[F{Y}, D]"}
-    if config.gated:
-        types["W_gate"], shared["W_gate"] = f"W_gate[E{X}, D, F{Y}]", f"W_gate[D, F{Y}]"
-    if config.expert_bias:
-        types |= {"b_router": "b_router[E]", "b_in": f"b_in[E{X}, F{Y}]", "b_out": f"b_out[E{X}, D]"}
-        types |= {"b_gate": f"b_gate[E{X}, F{Y}]"} if config.gated else {}
-    if config.shared_gate:
-        shared["gate"] = "gate[D]"
-    if config.routing == "sigmoid":
-        types["bias"] = "bias[E]"
-    return types | ({"shared": shared} if config.shared else {})
+    """Return the types of a layer's params by `models.leaves`: experts over `axis`, F over `tensor` if one is given."""
+    on = {"E": axes_of(axis), "Y": axes_of(tensor)}
+
+    def own(name: str, leaf: Leaf) -> str:
+        dims = parse(leaf.trained).dims[1:]  # of one layer, whole along D
+        return str(Spec(name, tuple((dim, sum((on.get(each, ()) for each in axes), ())) for dim, axes in dims)))
+
+    tables = EXPERTS | ({"shared": SHARED} if config.shared else {})
+    return map_leaves(own, leaves_here(tables, config))
 
 
 def experts_of(W: dict) -> dict:
