@@ -10,7 +10,7 @@ from typing import Any
 from scaling.configs.attention import NAMES, NAMES_OF
 from scaling.configs.config import Config
 from scaling.configs.hugging_face import ACTIVATIONS, DROPOUTS, LATENT, LETTERS, LINEAR, read_config
-from scaling.configs.hugging_face_rope import CONTEXTS, ORIGINAL
+from scaling.configs.hugging_face_tables import CONTEXTS, ORIGINAL
 from scaling.configs.model_types import KINDS
 
 IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed", "cached"}

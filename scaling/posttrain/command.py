@@ -16,7 +16,7 @@ from scaling import launch
 from scaling.common.console import Parser, complaining, integer, number
 from scaling.configs.sources import HELP
 from scaling.mesh import AbstractMesh
-from scaling.models.ends import NO_END, chosen_end, ends_of
+from scaling.models.template import NO_END, chosen_end, ends_of
 from scaling.models.text import tokenizer, tokenizer_of
 from scaling.posttrain.loop import Asked, run
 from scaling.posttrain.losses import Clip

@@ -17,7 +17,7 @@ from scaling.configs import Config, with_weights
 from scaling.configs.sources import WAYS, Source
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
-from scaling.models.ends import ends_of
+from scaling.models.template import ends_of
 from scaling.models.text import GENERATION, home_of, tokenizer_of
 from scaling.serve.cache import divisible, init_cache, share_of
 from scaling.serve.engine import check_draft

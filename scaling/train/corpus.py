@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy
 
 from scaling.common.console import Parser, complain, complaining, integer
-from scaling.models.ends import NO_END, chosen_end
+from scaling.models.template import NO_END, chosen_end
 from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, copy_companions, tokenizer
 from scaling.train.documents import Reader, add_options, check_options, end_of_documents, nothing_counts, untemplated
 from scaling.train.durable import replaced

@@ -17,8 +17,7 @@ import numpy
 from scaling.common.arguments import of_type
 from scaling.common.console import complain, integer
 from scaling.common.torchrun import first_rank
-from scaling.models.ends import NO_END, chosen_end, ends_of, why_no_end
-from scaling.models.template import RESERVED, ChatTemplate, chat_template
+from scaling.models.template import NO_END, RESERVED, ChatTemplate, chat_template, chosen_end, ends_of, why_no_end
 from scaling.models.text import Tokenizer
 
 ASSISTANT = "assistant"  # the role whose messages count in the loss

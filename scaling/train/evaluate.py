@@ -7,7 +7,7 @@ import torch
 
 from scaling import tree
 from scaling.models import transformer as model
-from scaling.models.ends import chosen_end
+from scaling.models.template import chosen_end
 from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.train.batches import IGNORED, Batches

@@ -16,9 +16,9 @@ from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models import adapters, hf
 from scaling.models import transformer as model
-from scaling.models.ends import ends_of
 from scaling.models.lora import Lora, adapter_specs
 from scaling.models.params import IN_ORDER, Places
+from scaling.models.template import ends_of
 from scaling.models.text import (
     COMPANIONS,
     FILE,

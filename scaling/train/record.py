@@ -21,8 +21,7 @@ import torch
 from scaling.common.torchrun import this_rank
 from scaling.configs import Config
 from scaling.configs.sources import RUN
-from scaling.models.ends import chosen_end
-from scaling.models.template import chat_template
+from scaling.models.template import chat_template, chosen_end
 from scaling.models.text import Tokenizer
 from scaling.train import checkpoint
 from scaling.train.corpus import check_data, shards_index

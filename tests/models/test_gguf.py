@@ -13,8 +13,7 @@ from scaling import tree
 from scaling.configs import Config, RopeScaling, source_of
 from scaling.configs.gguf import rope_scaling
 from scaling.models import hf, rope
-from scaling.models.ends import ends_of
-from scaling.models.template import chat_template
+from scaling.models.template import chat_template, ends_of
 from scaling.models.text import FromFile, tokenizer_of
 
 gguf = pytest.importorskip("gguf")

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from scaling.configs import Config, load
 from scaling.configs.hugging_face_write import write_config
 from scaling.models import hf, transformer
-from scaling.models.ends import ends_of
+from scaling.models.template import ends_of
 from scaling.models.text import ByteText, tokenizer_of
 from scaling.serve import command as serve
 from scaling.serve import generate_command as command

@@ -15,8 +15,7 @@ from runs import ONE, TINY, refusal, train, write_model
 from tokenizers import Tokenizer
 
 from scaling.models import transformer
-from scaling.models.ends import NO_END
-from scaling.models.template import chat_template
+from scaling.models.template import NO_END, chat_template
 from scaling.models.text import BYTES, of_bytes, tokenizer
 from scaling.serve import generate_command as generating
 from scaling.strategies import transformer as strategy

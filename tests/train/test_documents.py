@@ -12,7 +12,7 @@ pytest.importorskip("tokenizers", reason="needs the library: pip install tokeniz
 from runs import TINY, refusal, train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from scaling.models.ends import end_of_text, ends_of
+from scaling.models.template import end_of_text, ends_of
 from scaling.models.text import tokenizer
 from scaling.serve.requests import read_requests
 from scaling.train import command

@@ -23,8 +23,7 @@ from tokenizers import Tokenizer
 from scaling import tree
 from scaling.configs import Config
 from scaling.models import hf, transformer
-from scaling.models.ends import ends_of
-from scaling.models.template import chat_template
+from scaling.models.template import chat_template, ends_of
 from scaling.models.text import home_of, tokenizer, tokenizer_of, write_bytes
 from scaling.serve import command as serve
 from scaling.serve import generate_command as generating
