@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from probes import shaken
+from refused import read_table
 
 from scaling import tree
 from scaling.configs import Config, RopeScaling, source_of
@@ -175,16 +176,33 @@ def test_a_file_s_scaling_and_sizes_that_are_lists_are_read(read):
     assert config.max_positions == 99
 
 
-IGNORED = [  # keys that llama.cpp does not read for llama, or whose values change nothing there
-    ("llama.vocab_size", 300), ("llama.attention.sliding_window", 4), ("llama.attention.key_length_swa", 4),
-    ("llama.rope.dimension_count_swa", 4), ("llama.pooling_type", 1), ("llama.logit_scale", 3.0),
-    ("llama.attention.scale", 2.0), ("llama.residual_scale", 2.0), ("llama.embedding_scale", 2.0),
-    ("llama.expert_count", 0), ("llama.attention.causal", True), ("llama.attention.key_length", 8),
-    ("llama.attention.value_length", 8), ("llama.rope.dimension_count", 8), ("llama.rope.scaling.type", "yarn"),
-    ("llama.rope.scaling.finetuned", True), ("llama.rope.scaling.attn_factor", 1.0), ("nobody.knows", 1),
-    ("llama.rope.scaling.original_context_length", 20), ("tokenizer.ggml.add_space_prefix", True),
-    ("tokenizer.ggml.remove_extra_whitespaces", True), ("tokenizer.ggml.add_sep_token", True),
-]  # fmt: skip
+# keys that llama.cpp does not read for llama, or whose values change nothing there
+TABLE = """
+key                                          value
+llama.vocab_size                             300
+llama.attention.sliding_window               4
+llama.attention.key_length_swa               4
+llama.rope.dimension_count_swa               4
+llama.pooling_type                           1
+llama.logit_scale                            3.0
+llama.attention.scale                        2.0
+llama.residual_scale                         2.0
+llama.embedding_scale                        2.0
+llama.expert_count                           0
+llama.attention.causal                       True
+llama.attention.key_length                   8
+llama.attention.value_length                 8
+llama.rope.dimension_count                   8
+llama.rope.scaling.type                      "yarn"
+llama.rope.scaling.finetuned                 True
+llama.rope.scaling.attn_factor               1.0
+nobody.knows                                 1
+llama.rope.scaling.original_context_length   20
+tokenizer.ggml.add_space_prefix              True
+tokenizer.ggml.remove_extra_whitespaces      True
+tokenizer.ggml.add_sep_token                 True
+"""
+IGNORED = read_table(TABLE, {}, ("key",))
 
 
 def test_what_llama_cpp_ignores_changes_nothing(read, tmp_path):
@@ -195,20 +213,22 @@ def test_what_llama_cpp_ignores_changes_nothing(read, tmp_path):
         assert json.loads((plain / name).read_text()) == json.loads((other / name).read_text())
 
 
-ENDING = [  # texts of tokens from id 258 on, with keys of the file; the ids that end
-    (["<x>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"], {}, [259, 260, 261, 262]),
-    (["<|end|>", "<y>", "<reponame>", "<|fim_pad|>", "<|file_sep|>"], {}, [258, 259, 260, 261, 262]),
-    (["<|end|>", "<y>", "<reponame>", "<|fim_pad|>", "<z>"], {"fim_pad": 262, "fim_rep": 258}, [258, 259, 262]),
-    (["<|end|>", "<|return|>", "<|call|>", "<a>"], {}, [259, 260]),
-    (["<|end|>", "<|flush|>", "<|calls|>", "</s>"], {"eom": 262}, [259, 260, 261, 262]),
-    (["<|end|>", "<|flush|>", "</s>", "<|tool_response>"], {"eot": 263}, [258, 259, 261, 263]),
-]
+TABLE = """
+tokens from id 258 on                                      ids that end               options
+<x> <|endoftext|> <|im_end|> <|eot_id|> <end_of_turn>      [259, 260, 261, 262]
+<|end|> <y> <reponame> <|fim_pad|> <|file_sep|>            [258, 259, 260, 261, 262]
+<|end|> <y> <reponame> <|fim_pad|> <z>                     [258, 259, 262]            fim_pad=262, fim_rep=258
+<|end|> <|return|> <|call|> <a>                            [259, 260]
+<|end|> <|flush|> <|calls|> </s>                           [259, 260, 261, 262]       eom=262
+<|end|> <|flush|> </s> <|tool_response>                    [258, 259, 261, 263]       eot=263
+"""
+ENDING = read_table(TABLE, {}, ("tokens from id 258 on",))
 
 
-@pytest.mark.parametrize(("texts", "keys", "ids"), ENDING)
-def test_ends_are_llama_cpps_by_key_and_by_text(texts, keys, ids, read):
+@pytest.mark.parametrize(("texts", "ids", "keys"), ENDING)
+def test_ends_are_llama_cpps_by_key_and_by_text(texts, ids, keys, read):
     fields = [(f"tokenizer.ggml.{name}_token_id", id) for name, id in keys.items()]
-    folder = read(texts=texts, fields=fields).folder
+    folder = read(texts=texts.split(), fields=fields).folder
     assert ends_of(folder) == tuple(ids)
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from refused import read_table
 
 from scaling.configs import get
 from scaling.cost.counted import Calls
@@ -63,19 +64,22 @@ def test_the_fastest_is_taken_of_all_that_suit():
 
 L8 = get("llama3-8b").with_(L=6, K=2)
 EXPERTS = get("mixtral-8x7b").with_(L=6)
-HELD = {  # what is held beside params and state: the model, its mesh, what is recomputed, microbatches
-    "layers that stages share unevenly": (L8, "Z=4", "block", 4),
-    "ends gathered at their own stage": (L8, "Z=2,X=2", "block", 4),
-    "a tied table on all stages": (L8.with_(tied=True), "Z=2,Y=2", "block", 4),
-    "fewer KV heads than ranks": (L8, "Y=4", "block", 4),
-    "whole gradients and tables of earlier microbatches": (L8, "X=4", "matmuls", 4),
-    "no sums before the first backward": (L8, "Z=4", "attention", 4),
-    "gradients of a layer, whole and new": (L8, "X=4", "block", 1),
-    "a tied table that waits for both ends": (L8.with_(tied=True), "X=4", "block", 1),
-    "weights of experts on the tape": (EXPERTS, "X=2,E=2", "none", 1),
-    "rows of experts": (EXPERTS, "X=2,E=2", "block", 2),
-    "experts on stages": (EXPERTS, "Z=2,X=2", "block", 2),
-}
+# what is held beside params and state: M microbatches
+TABLE = """
+what                                                 model                mesh     recomputed  M
+layers that stages share unevenly                    L8                   Z=4      block       4
+ends gathered at their own stage                     L8                   Z=2,X=2  block       4
+a tied table on all stages                           L8.with_(tied=True)  Z=2,Y=2  block       4
+fewer KV heads than ranks                            L8                   Y=4      block       4
+whole gradients and tables of earlier microbatches   L8                   X=4      matmuls     4
+no sums before the first backward                    L8                   Z=4      attention   4
+gradients of a layer, whole and new                  L8                   X=4      block       1
+a tied table that waits for both ends                L8.with_(tied=True)  X=4      block       1
+weights of experts on the tape                       EXPERTS              X=2,E=2  none        1
+rows of experts                                      EXPERTS              X=2,E=2  block       2
+experts on stages                                    EXPERTS              Z=2,X=2  block       2
+"""
+HELD = {what: case for what, *case in read_table(TABLE, globals(), ("what", "recomputed"))}
 
 
 @pytest.mark.slow
@@ -83,8 +87,8 @@ HELD = {  # what is held beside params and state: the model, its mesh, what is r
 def test_memory_by_formula_is_the_step_s_own(held):
     model, on, remat, M = HELD[held]
     job = Settings(model, "", "", 4 * M, 2048, microbatches=M, dtype="bf16", remat=remat)
-    one = next(one for one in choose.evaluated(job, chip("h100"), 4) if choose.mesh_of(one.layout) == parse_mesh(on))
-    assert 0.95 < float(one.held.total) / dry.fullest(job, parse_mesh(on), "abstract").memory < 1.05
+    one = next(one for one in choose.evaluated(job, chip("h100"), 4) if choose.mesh_of(one.layout) == on)
+    assert 0.95 < float(one.held.total) / dry.fullest(job, on, "abstract").memory < 1.05
 
 
 @pytest.mark.slow
@@ -126,27 +130,32 @@ DENSE, MIXTRAL, WIDE = (get(name).with_(V=8192) for name in ("llama3-8b", "mixtr
 TIED = DENSE.with_(D=1024, F=4096, N=16, K=4, H=64, tied=True)
 LATENT = get("deepseek-v3").with_(D=512, F=256, N=8, K=8, E=8, k=2, V=8200, dense_layers=1, F_dense=512)
 WINDOWS = DENSE.with_(L=7, window=(512, None, 512, None, 512, None, 512))
-COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of so many sequences; remat, ZeRO, pipeline
-    (DENSE, 5, "X=4,C=2", 0, 5, 40, "matmuls", 3, "1f1b"),
-    (WINDOWS, 7, "P=2,Y=4", 0, 1, 2, "attention", 1, "1f1b"),
-    (MIXTRAL, 5, "P=2,E=2,Y=2", 0, 1, 4, "block", 3, "1f1b"),
-    (TIED, 8, "Z=2,C=2", 1, 4, 4, "none", 0, "zb-h1"),  # of a schedule the lines alone are mixed
-    (TIED, 2, "Z=2", 0, 21, 42, "none", 3, "1f1b"),
-    (TIED, 4, "Z=4", 2, 21, 42, "none", 3, "1f1b"),
-    (TIED, 29, "Z=6", 0, 21, 42, "block", 1, "1f1b"),
-    (TIED, 29, "Z=8,Y=2", 7, 21, 42, "none", 3, "1f1b"),
-    (TIED.with_(V=9216), 24, "Z=12", 0, 12, 12, "none", 3, "1f1b"),
-    (TIED, 27, "Z=4", 0, 24, 24, "block", 3, "interleaved:2"),
-    (LATENT, 11, "Z=5,E=2", 0, 20, 40, "block", 3, "1f1b"),
-    (WIDE, 20, "P=4,Z=2,X=4,Y=16", 0, 2, 256, "block", 3, "1f1b"),  # few layers hold most activations, many gradients
-]
+# z: the rank's stage; M: microbatches, of so many sequences
+TABLE = """
+model                L   mesh              z  M   sequences  remat      ZeRO  pipeline
+DENSE                5   X=4,C=2           0  5   40         matmuls    3     1f1b
+WINDOWS              7   P=2,Y=4           0  1   2          attention  1     1f1b
+MIXTRAL              5   P=2,E=2,Y=2       0  1   4          block      3     1f1b
+# of a schedule the lines alone are mixed
+TIED                 8   Z=2,C=2           1  4   4          none       0     zb-h1
+TIED                 2   Z=2               0  21  42         none       3     1f1b
+TIED                 4   Z=4               2  21  42         none       3     1f1b
+TIED                 29  Z=6               0  21  42         block      1     1f1b
+TIED                 29  Z=8,Y=2           7  21  42         none       3     1f1b
+TIED.with_(V=9216)   24  Z=12              0  12  12         none       3     1f1b
+TIED                 27  Z=4               0  24  24         block      3     interleaved:2
+LATENT               11  Z=5,E=2           0  20  40         block      3     1f1b
+# few layers hold most activations, many gradients
+WIDE                 20  P=4,Z=2,X=4,Y=16  0  2   256        block      3     1f1b
+"""
+COUNTED = read_table(TABLE, globals(), ("remat", "pipeline"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "L", "mesh", "z", "M", "sequences", "remat", "zero", "pipeline"), COUNTED)
 def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, sequences, remat, zero, pipeline):
     some = Settings(model.with_(L=L), "", "", sequences, 1024, microbatches=M, dtype="bf16", remat=remat, zero=zero)
-    given = replace(some, pipeline=pipeline), parse_mesh(mesh), {"Z": z} if z else None, "gloo"
+    given = replace(some, pipeline=pipeline), mesh, {"Z": z} if z else None, "gloo"
     few, whole = step_by_symbols(*given), count(*given)
     assert replace(few, peaks={}, plain=whole.plain) == replace(whole, peaks={})
     assert few.plain == pytest.approx(whole.plain, rel=1e-3)  # targets are picked from those of all microbatches

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from http_server import CONFIG, GREEDY, PARAMS, alone, asked, chat, drawn, httpx, malformed, post, running
+from refused import read_table
 
 from scaling import serve
 from scaling.models.text import ByteText
@@ -72,29 +73,45 @@ def test_the_fields_of_an_answer(served):
 
 
 TOO_LONG = ("127 tokens are left", "has 128 tokens", "has 128 characters")
-REFUSED = {  # by the words of the reason, beside what `python -m scaling.serve` refuses in a file: (field, body)
-    "no prompt": ("prompt", {"prompt": None}), "prompt is empty": ("prompt", {"prompt": ""}),
-    "neither a text nor": ("prompt", {"prompt": 3}), "token 256": ("prompt", {"prompt": [256]}),
-    "n=65": ("n", {"n": 65}), "max_tokens=0": ("max_tokens", {"max_tokens": 0}), "top_p is 0": ("top_p", {"top_p": 0}),
-    "127 tokens are left": ("max_tokens", {"max_tokens": 999}), "field 'zz'": ("zz", {"zz": 1}),
-    "has 128 tokens": ("prompt", {"prompt": [1] * 128}), "has 128 characters": ("prompt", {"prompt": "a" * 128}),
-    "fix: give 'tiny'": ("model", {"model": "gpt-4"}), "logprobs=6": ("logprobs", {"logprobs": 6}),
-    "stream='yes'": ("stream", {"stream": "yes"}), "seed=1.5": ("seed", {"seed": 1.5}),
-    "frequency_penalty=0.5": ("frequency_penalty", {"frequency_penalty": 0.5}), "top_k=-2": ("top_k", {"top_k": -2}),
-    "presence_penalty=False": ("presence_penalty", {"presence_penalty": False}), "best_of": ("best_of", {"best_of": 2}),
-    "stop is not": ("stop", {"stop": [""]}), "stream_options is": ("stream_options", {"stream_options": {"a": True}}),
-    "messages is not": ("messages", {"messages": []}), "its role is 'tool'": ("messages[0].role", {"role": "tool"}),
-    "has no role": ("messages[0].role", {"role": None}), "its content": ("messages[0].content", {"content": None}),
-    "'tool_calls' is not": ("messages[0].tool_calls", {"tool_calls": [{}]}), "'zz' is": ("messages[0].zz", {"zz": []}),
-    "the first message is the user's": ("messages", {"role": "assistant"}),
-    "does not write the name": ("messages[0].name", {"name": "Ann"}),
-    "logprobs: true": ("top_logprobs", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}),
-}  # fmt: skip
+# beside what `python -m scaling.serve` refuses in a file
+TABLE = """
+words of the reason              field                   body
+no prompt                        prompt                  {"prompt": None}
+prompt is empty                  prompt                  {"prompt": ""}
+neither a text nor               prompt                  {"prompt": 3}
+token 256                        prompt                  {"prompt": [256]}
+has 128 tokens                   prompt                  {"prompt": [1] * 128}
+has 128 characters               prompt                  {"prompt": "a" * 128}
+n=65                             n                       {"n": 65}
+max_tokens=0                     max_tokens              {"max_tokens": 0}
+127 tokens are left              max_tokens              {"max_tokens": 999}
+top_p is 0                       top_p                   {"top_p": 0}
+top_k=-2                         top_k                   {"top_k": -2}
+field 'zz'                       zz                      {"zz": 1}
+fix: give 'tiny'                 model                   {"model": "gpt-4"}
+logprobs=6                       logprobs                {"logprobs": 6}
+stream='yes'                     stream                  {"stream": "yes"}
+stream_options is                stream_options          {"stream_options": {"a": True}}
+seed=1.5                         seed                    {"seed": 1.5}
+frequency_penalty=0.5            frequency_penalty       {"frequency_penalty": 0.5}
+presence_penalty=False           presence_penalty        {"presence_penalty": False}
+best_of                          best_of                 {"best_of": 2}
+stop is not                      stop                    {"stop": [""]}
+messages is not                  messages                {"messages": []}
+the first message is the user's  messages                {"role": "assistant"}
+its role is 'tool'               messages[0].role        {"role": "tool"}
+has no role                      messages[0].role        {"role": None}
+its content                      messages[0].content     {"content": None}
+'tool_calls' is not              messages[0].tool_calls  {"tool_calls": [{}]}
+'zz' is                          messages[0].zz          {"zz": []}
+does not write the name          messages[0].name        {"name": "Ann"}
+logprobs: true                   top_logprobs            {"messages": [USER], "top_logprobs": 2}
+"""
+REFUSED = read_table(TABLE, {"USER": {"role": "user", "content": "a"}}, ("words of the reason", "field"))
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_is_wrong_is_refused_with_the_reason(served, words):
-    param, body = REFUSED[words]
+@pytest.mark.parametrize(("words", "param", "body"), REFUSED, ids=[words for words, *_ in REFUSED])
+def test_what_is_wrong_is_refused_with_the_reason(served, words, param, body):
     if param.startswith("messages") and "messages" not in body:
         body = {"messages": [{"role": "user", "content": "a"} | body]}
     answer = served.call(**{"prompt": "a"} | body)

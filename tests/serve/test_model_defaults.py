@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import torch
+from refused import read_table
 from starlette.testclient import TestClient
 
 from scaling.configs import Config, load
@@ -29,32 +30,39 @@ from scaling.serve.web.words import Model, read_body
 SMALL = Config("small", L=1, D=8, F=12, N=2, K=1, H=4, V=256, max_positions=8)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LONGEST = [  # by the models' cards: (max_position_embeddings, rope_scaling, tokens)
-    (131072, LLAMA3, 131072),  # Llama 3.1
-    (32768, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),  # Qwen2.5
-    (163840, {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 163840),  # DeepSeek-V3
-    (4096, {"type": "linear", "factor": 4.0}, 16384),  # Vicuna 1.5 of 16k
-    (2048, None, 2048), (None, None, None),
-]  # fmt: skip
-
-
+# by the models' cards: Llama 3.1, Qwen2.5, DeepSeek-V3, Vicuna 1.5 of 16k
+TABLE = """
+max_position_embeddings  rope_scaling                                                                           tokens
+131072                   LLAMA3                                                                                 131072
+32768                    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}        131072
+163840                   {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}               163840
+4096                     {"type": "linear", "factor": 4.0}                                                      16384
+2048                     None                                                                                   2048
+None                     None                                                                                   None
+"""
+LONGEST = read_table(TABLE, globals())
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 WORDS = {"version": "1.0", "added_tokens": []}
 WORDS["model"] = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 3}, "unk_token": "a"}
-ENDS = [  # (files, the ids that end a text)
-    ({"tokenizer_config": CLASS | {"eos_token": "</s>"}}, (3,)),
-    ({"tokenizer_config": CLASS | {"eos_token": {"__type": "AddedToken", "content": "</s>"}}, "config": {}}, (3,)),
-    ({"special_tokens_map": {"eos_token": "</s>"}, "generation_config": {"eos_token_id": None}}, (3,)),
-    ({"tokenizer_config": CLASS | {"eos_token": "</s>"}, "config": {"eos_token_id": 7}}, (7,)),
-    ({"tokenizer_config": CLASS | {"eos_token": "</s>"}, "generation_config": {"eos_token_id": [1, 2]}}, (1, 2)),
-    ({"tokenizer_config": CLASS | {"eos_token": "</s>"}, "generation_config": {"eos_token_id": []}}, ()),
-    ({"tokenizer_config": CLASS | {"eos_token": None}}, ()),
-    ({"tokenizer_config": CLASS | {"eos_token": "<unknown>"}}, ()), ({}, ()), ({"config": {"eos_token_id": 2}}, (2,)),
-    ({"config": {"eos_token_id": 2}, "generation_config": {"eos_token_id": [2, 5]}}, (2, 5)),
-]  # fmt: skip
+OWN, UNKNOWN = (CLASS | {"eos_token": text} for text in ("</s>", "<unknown>"))
+TABLE = """
+ids     files
+(3,)    tokenizer_config=OWN
+(3,)    tokenizer_config=CLASS | {"eos_token": {"__type": "AddedToken", "content": "</s>"}}, config={}
+(3,)    special_tokens_map={"eos_token": "</s>"}, generation_config={"eos_token_id": None}
+(7,)    tokenizer_config=OWN, config={"eos_token_id": 7}
+(1, 2)  tokenizer_config=OWN, generation_config={"eos_token_id": [1, 2]}
+()      tokenizer_config=OWN, generation_config={"eos_token_id": []}
+()      tokenizer_config=CLASS | {"eos_token": None}
+()      tokenizer_config=UNKNOWN
+()
+(2,)    config={"eos_token_id": 2}
+(2, 5)  config={"eos_token_id": 2}, generation_config={"eos_token_id": [2, 5]}
+"""
+ENDS = read_table(TABLE.replace("files", "options"), globals())
 
 
-@pytest.mark.parametrize(("files", "ends"), ENDS)
+@pytest.mark.parametrize(("ends", "files"), ENDS)
 def test_the_tokenizers_end_counts_where_nothing_else_says_one(files, ends, tmp_path):
     pytest.importorskip("tokenizers")
     for name, table in files.items():

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from problems import counts
+from refused import read_table
 from test_transformer_mesh import EXPERTS, LATENT, PLAIN, B, T
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -83,24 +84,29 @@ def test_a_layer_of_latents_sends_and_multiplies_by_the_closed_form():
     assert sum(moves[0]) - sum(moves[1]) == 2 * 4 * (B // X) * T * (latents + 3 * c.D)
 
 
-MORE = [  # of a mesh, with options or others, what these send more: nothing is repeated whose result nobody reads
-    (PLAIN, XY, {}, {"remat": "attention"}, {}),
-    (PLAIN, XY, {}, {"remat": "matmuls"}, STREAMS),  # of a layer the two streams y over Y
-    (PLAIN, XY, {}, {"remat": "block"}, STREAMS | {("ReduceScatter", "Y"): PLAIN.L}),  # attention's, for the MLP
-    # rows go there and back, as they were routed
-    (EXPERTS, {"E": 2}, {}, {"remat": "block"}, {("AllToAll", "E"): 2 * EXPERTS.L}),
-    # weights that stay: else a layer's, which travel together, are gathered in both passes of each microbatch
-    (PLAIN, {"X": 2}, TWO | {"keep_weights": True}, TWO, {("AllGather", "X"): 3 * PLAIN.L}),
-    (PLAIN, {"Z": 2, "X": 2}, TWO | {"keep_weights": True}, TWO, {("AllGather", "X"): 3 * PLAIN.L // 2}),
-    # gradients that are scattered twice, a layer's together, beside those of the two tables; stages sum the tables'
-    (PLAIN, {"X": 2}, TWO, TWO | EACH, {("ReduceScatter", "X"): PLAIN.L + 2}),
-    (PLAIN, {"P": 2, "X": 2}, TWO | {"zero": 2}, TWO | EACH | {"zero": 2}, {("ReduceScatter", "X"): PLAIN.L + 2}),
-    (PLAIN, {"Z": 2, "X": 2}, TWO, TWO | EACH, {("ReduceScatter", "X"): PLAIN.L // 2}),
-]
+LAYERS, KEPT, ZERO_2 = PLAIN.L, TWO | {"keep_weights": True}, TWO | {"zero": 2}
+TABLE = """
+config   mesh     one way  another                 what it sends more
+PLAIN    X=2,Y=2  {}       {"remat": "attention"}  {}
+# of a layer the two streams y over Y
+PLAIN    X=2,Y=2  {}       {"remat": "matmuls"}    STREAMS
+# attention's, too, for the MLP
+PLAIN    X=2,Y=2  {}       {"remat": "block"}      STREAMS | {("ReduceScatter", "Y"): LAYERS}
+# rows go there and back, as they were routed
+EXPERTS  E=2      {}       {"remat": "block"}      {("AllToAll", "E"): 2 * LAYERS}
+# weights that stay: else a layer's, which travel together, are gathered in both passes of each microbatch
+PLAIN    X=2      KEPT     TWO                     {("AllGather", "X"): 3 * LAYERS}
+PLAIN    Z=2,X=2  KEPT     TWO                     {("AllGather", "X"): 3 * LAYERS // 2}
+# gradients that are scattered twice, a layer's together, beside those of the two tables; stages sum the tables'
+PLAIN    X=2      TWO      TWO | EACH              {("ReduceScatter", "X"): LAYERS + 2}
+PLAIN    P=2,X=2  ZERO_2   ZERO_2 | EACH           {("ReduceScatter", "X"): LAYERS + 2}
+PLAIN    Z=2,X=2  TWO      TWO | EACH              {("ReduceScatter", "X"): LAYERS // 2}
+"""
 
 
-@pytest.mark.parametrize(("config", "sizes", "options", "others", "more"), MORE)
+@pytest.mark.parametrize(("config", "sizes", "options", "others", "more"), read_table(TABLE, globals()))
 def test_what_another_way_sends_more(config, sizes, options, others, more):
+    """Nothing is repeated whose result nobody reads."""
     fewer, many = (counts(traced(config, sizes, **each)) for each in (options, others))
     assert (many - fewer, fewer - many) == (more, {})
 

@@ -69,19 +69,19 @@ def test_an_event_per_collective(case):
     assert (log.count(op), log.count(op, axes), log.count(op, "Z"), log.count("Einsum")) == (1, 1, 0, 0)
 
 
-# line -> shapes of the operands and of the result, FLOPs (Part 4, Counting Dots), dtype
-FLOPS = {
-    "A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}": ([(2, 3), (3, 5)], (2, 5), 2 * 2 * 3 * 5, torch.float32),
-    "A[B, I, J] * B[B, J, K] -> C[B, I, K]": ([(7, 2, 3), (7, 3, 5)], (7, 2, 5), 2 * 7 * 2 * 3 * 5, torch.float32),
-    "A[I] * B[J] -> C[I, J]": ([(2,), (3,)], (2, 3), 2 * 3, torch.float64),
-    "A[I] * B[I] -> C[]": ([(4,), (4,)], (), 2 * 4, torch.float32),
-    "A[I, J] -> C[J, I]": ([(2, 3)], (3, 2), 0, torch.float32),
-}
+# FLOPs as Part 4 counts them (Counting Dots)
+TABLE = """
+line                                     shapes                  result     FLOPs              dtype
+A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}   [(2, 3), (3, 5)]        (2, 5)     2 * 2 * 3 * 5      torch.float32
+A[B, I, J] * B[B, J, K] -> C[B, I, K]    [(7, 2, 3), (7, 3, 5)]  (7, 2, 5)  2 * 7 * 2 * 3 * 5  torch.float32
+A[I] * B[J] -> C[I, J]                   [(2,), (3,)]            (2, 3)     2 * 3              torch.float64
+A[I] * B[I] -> C[]                       [(4,), (4,)]            ()         2 * 4              torch.float32
+A[I, J] -> C[J, I]                       [(2, 3)]                (3, 2)     0                  torch.float32
+"""
 
 
-@pytest.mark.parametrize("line", FLOPS)
-def test_the_flops_and_the_memory_of_a_product(line):
-    shapes, result, flops, dtype = FLOPS[line]
+@pytest.mark.parametrize(("line", "shapes", "result", "flops", "dtype"), read_table(TABLE, globals(), ("line",)))
+def test_the_flops_and_the_memory_of_a_product(line, shapes, result, flops, dtype):
     with trace() as log:
         c.einsum(line, *(torch.ones(shape, dtype=dtype) for shape in shapes))
     (event,) = log.events

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from refused import read_table
 from torch.utils.flop_counter import flop_registry
 
 from scaling.configs import Latent, get
@@ -16,18 +17,20 @@ from scaling.train.step_count import count
 DENSE = get("tiny").with_(L=2, D=16, F=32, H=8, N=4, K=2, V=64)
 EXPERTS = DENSE.with_(E=4, k=2)
 LATENT = DENSE.with_(K=4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
-KINDS = {
-    "grouped queries": (DENSE, {"X": 2}, "none"),
-    "a head for each query": (DENSE.with_(K=4, gated=False), {"P": 2, "Y": 2}, "block"),
-    "tied": (DENSE.with_(tied=True), {"Z": 2}, "matmuls"),
-    "windows": (DENSE.with_(window=(4, None)), {"C": 2}, "attention"),
-    "latents": (LATENT, {"Y": 2}, "block"),
-    "experts": (EXPERTS, {"E": 2}, "none"),
-    "experts, again": (EXPERTS, {"X": 2, "Y": 2}, "block"),
-    "a shared expert": (EXPERTS.with_(shared=1), {"Z": 2}, "none"),
-    "dense layers first": (EXPERTS.with_(dense_layers=1, F_dense=24, routing="sigmoid"), {"X": 2}, "block"),
-    "experts and latents": (LATENT.with_(E=4, k=2, shared=1), {"C": 2}, "none"),
-}
+TABLE = """
+what                   model                                                          mesh     recomputed
+grouped queries        DENSE                                                          X=2      none
+a head for each query  DENSE.with_(K=4, gated=False)                                  P=2,Y=2  block
+tied                   DENSE.with_(tied=True)                                         Z=2      matmuls
+windows                DENSE.with_(window=(4, None))                                  C=2      attention
+latents                LATENT                                                         Y=2      block
+experts                EXPERTS                                                        E=2      none
+experts, again         EXPERTS                                                        X=2,Y=2  block
+a shared expert        EXPERTS.with_(shared=1)                                        Z=2      none
+dense layers first     EXPERTS.with_(dense_layers=1, F_dense=24, routing="sigmoid")   X=2      block
+experts and latents    LATENT.with_(E=4, k=2, shared=1)                               C=2      none
+"""
+KINDS = {what: case for what, *case in read_table(TABLE, globals(), ("what", "recomputed"))}
 
 
 def settings_of(model, remat="none", seq=16, **options) -> Settings:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from machine import on_ranks
+from refused import read_table
 from runs import ONE
 
 from scaling import serve, tree
@@ -141,18 +142,23 @@ def test_what_is_no_graph_is_refused_by_name():
     check_compiled(Settings(EXPERTS, "", "", 4, 16), {"Z": 2})
 
 
-@pytest.mark.parametrize(("config", "sizes", "options"), [
-    (MODEL, {"X": 1}, {"dtype": "bf16", "remat": "matmuls"}),
-    (MODEL.with_(L=3, tied=True), {"X": 1}, {"dtype": "fp32", "remat": "block", "microbatches": 2}),
-    (MODEL, {"C": 2}, {"dtype": "fp32", "remat": "attention"}),
-    (EXPERTS.with_(shared=1, shared_gate=True), {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
-    (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
-    (MODEL.with_(L=5, F=256), {"Z": 2}, {"dtype": "fp64", "microbatches": 2, "pipeline": "interleaved:2"}),
-    (MODEL.with_(L=4, F=256), {"Z": 2, "X": 2}, EACH | {"microbatches": 4, "pipeline": "interleaved:2"}),
-    (MODEL.with_(K=1, L=6, sinks=True, score_cap=2.0), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon"}),
-    (MODEL.with_(tied=True), {"X": 2, "Y": 2}, EACH | {"zero": 1, "optimizer": "muon", "microbatches": 2}),
-    (EXPERTS.with_(L=3, dense_layers=1, F_dense=64), {"Z": 2, "X": 2}, {"dtype": "fp64", "zero": 2, "remat": "block"}),
-], ids=lambda x: "" if hasattr(x, "L") else str(x))  # fmt: skip
+TABLE = """
+config                                           mesh     options
+MODEL                                            X=1      dtype="bf16", remat="matmuls"
+MODEL.with_(L=3, tied=True)                      X=1      dtype="fp32", remat="block", microbatches=2
+MODEL                                            C=2      dtype="fp32", remat="attention"
+EXPERTS.with_(shared=1, shared_gate=True)        Z=2,E=2  dtype="fp64", optimizer="muon"
+MODEL                                            Z=2      dtype="fp16", remat="block", microbatches=2
+MODEL.with_(L=5, F=256)                          Z=2      dtype="fp64", microbatches=2, pipeline="interleaved:2"
+MODEL.with_(L=4, F=256)                          Z=2,X=2  EACH, microbatches=4, pipeline="interleaved:2"
+MODEL.with_(K=1, L=6, sinks=True, score_cap=2.)  X=2,Y=2  dtype="fp64", optimizer="muon"
+MODEL.with_(tied=True)                           X=2,Y=2  EACH, zero=1, optimizer="muon", microbatches=2
+EXPERTS.with_(L=3, dense_layers=1, F_dense=64)   Z=2,X=2  dtype="fp64", zero=2, remat="block"
+"""
+CASES = read_table(TABLE, globals())
+
+
+@pytest.mark.parametrize(("config", "sizes", "options"), CASES, ids=[f"{case[1]} {case[2]}" for case in CASES])
 def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes, options):
     settings = Settings(config, "", "", 8, 32, lr=3e-3, warmup=1, **options)
     peaks, said, computed, found = [], [], [], ranks(trained, sizes, settings)
