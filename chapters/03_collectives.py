@@ -9,18 +9,20 @@ are written as matrices, and all four collectives are timed (Question 8). Their 
 
 # %%
 import time
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 from torch.func import jacrev, vjp
 
 from scaling import collectives as c
-from scaling.book import frames
 from scaling.book.answers import Answer
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
+from scaling.book.layout import table
 from scaling.book.page import Page
 from scaling.collectives import rings
 from scaling.collectives.op import dual_line
+from scaling.show import svg
 
 page = Page(
     __doc__, mesh="X=4", device=True, seed=True, plot=True, largest=(1 << 24, "bytes of the largest array timed")
@@ -171,17 +173,87 @@ page.say(f"AllGather^T = ReduceScatter, n = 2, p = 3: {transposed}")
 # AllGather takes n - 1 hops one way and n/2 both ways. With more devices there are more hops, but each carries a
 # smaller shard, so the time of a large array does not depend on their number. A ReduceScatter's sum collects its terms
 # on the way to the device that keeps it. An AllToAll has fewer chunks to pass on with every hop (those right of the
-# bar, or without a colour): 3 + 2 + 1 quarters of a shard, which is half of what an AllGather sends.
+# bar, or without a colour): 3 + 2 + 1 quarters of a shard, which is half of what an AllGather sends. A frame has the
+# data of each device after a hop, in which it sends its neighbours what `scaling.collectives.rings` sends.
+
+
+# %% tags=["hide-input"]
+def gather_frames(n: int, ways: int = 2) -> list[list[set[int]]]:
+    """Return frames with frame[d] the shards of device d, which passes on its last shard, one way or both ways."""
+    right, left = (n - 1, 0) if ways == 1 else (n // 2, (n - 1) // 2)  # the hops of a shard each way
+    return [[{(d + i) % n for i in range(-hop, min(hop, left) + 1)} for d in range(n)] for hop in range(right + 1)]
+
+
+def scatter_frames(n: int) -> list[list[tuple[int, set[int]]]]:
+    """Return frames with frame[d] the block whose sum device d works on, and its terms so far; one way round the ring.
+
+    A sum begins on the neighbour of the device that will own it, and passes all other devices before it arrives there.
+    """
+    return [[((d - 1 - hop) % n, {(d - i) % n for i in range(hop + 1)}) for d in range(n)] for hop in range(n)]
+
+
+def exchange_frames(n: int) -> list[list[tuple[list, list]]]:
+    """Return frames with frame[d] the chunks (source, target) that device d keeps and will pass on; one way."""
+
+    def chunks(d: int, hop: int) -> tuple[list, list]:
+        source = (d - hop) % n  # the device whose chunks have just arrived
+        kept = [((d - i) % n, d) for i in range(hop + 1)]
+        return kept, [(source, (source + i) % n) for i in range(hop + 1, n)]
+
+    return [[chunks(d, hop) for d in range(n)] for hop in range(n)]
+
+
+def draw_shards(held: set[int], n: int) -> str:
+    """Return the shards as letters: {0, 2} of 4 -> "A.C."."""
+    return "".join(chr(ord("A") + i) if i in held else "." for i in range(n))
+
+
+def partial_sum(state: tuple[int, set[int]]) -> str:
+    """Return a partial sum as text: (2, {0, 3}) -> "C: 0+3"."""
+    return f"{chr(ord('A') + state[0])}: " + "+".join(map(str, sorted(state[1])))
+
+
+def draw_chunks(state: tuple[list, list]) -> str:
+    """Return the kept chunks, a bar and the travelling ones, each as its source's letter and target's number."""
+    kept, passing = (" ".join(f"{chr(ord('a') + i)}{j}" for i, j in part) for part in state)
+    return f"{kept} | {passing}" if passing else kept
+
+
+# %% tags=["hide-input"]
+def show_frames(frames: Sequence[Sequence], cell: Callable[[object], str]) -> None:
+    """Show a table with a row for each device and a column for each frame; `cell` writes the data of a device.
+
+    In a notebook, show a picture of each frame. A cell has the colour of the device whose letter begins it, up to the
+    bar, which chunks that travel follow.
+    """
+    n, heads = len(frames[0]), ["at first", *(f"hop {hop}" for hop in range(1, len(frames)))]
+
+    def cells(device: int, text: str) -> list[tuple[str, str]]:
+        kept, _, passing = (part.split() if " " in part else [*part] for part in text.partition(" | "))
+        coloured = [(x.strip("."), svg.colour(ord(x[0].upper()) - 65, n, n) if x[0].isalpha() else "") for x in kept]
+        return [(str(device), "#fff"), *coloured, *((x, "") for x in passing)]
+
+    pictures = [(head, [cells(d, cell(state)) for d, state in enumerate(frame)])
+                for head, frame in zip(heads, frames, strict=True)]  # fmt: skip
+    rows = [(f"device {d}", *(cell(frame[d]) for frame in frames)) for d in range(n)]
+    page.show(table(rows, ["", *heads]), lambda: svg.grids(pictures, 180, 22 * n))
+
 
 # %%
 page.title("AllGather both ways on a ring of 8: the shards that a device has")
-frames.show_frames(page, frames.all_gather(8), lambda held: frames.draw_shards(held, 8))
+show_frames(gather_frames(8), lambda held: draw_shards(held, 8))
 page.title("AllGather one way on a ring of 4")
-frames.show_frames(page, frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4))
+show_frames(gather_frames(4, 1), lambda held: draw_shards(held, 4))
 page.title("ReduceScatter one way on a ring of 4: a device's block, and the terms of its sum")
-frames.show_frames(page, frames.reduce_scatter(4), frames.partial_sum)
+show_frames(scatter_frames(4), partial_sum)
 page.title("AllToAll one way: what a device keeps, and what it passes on; b3 goes from b = 1 to 3")
-frames.show_frames(page, frames.all_to_all(4), frames.draw_chunks)
+show_frames(exchange_frames(4), draw_chunks)
+
+# %% [markdown]
+# The rings themselves run on the ranks of this chapter, too, and give what the collectives give.
+
+
+# %%
 
 
 def check_rings(mesh) -> dict[str, float]:

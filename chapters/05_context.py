@@ -30,7 +30,7 @@ from torch.func import vjp
 
 from scaling.algebra.law import check_product
 from scaling.book.answers import Answer
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.book.layout import bar, beside
 from scaling.book.listing import difference
 from scaling.book.page import Page

@@ -30,8 +30,7 @@ from torch.func import vjp
 
 from scaling import tree
 from scaling.book.answers import Answer
-from scaling.book.arrays import drawn, empty
-from scaling.book.largest import largest
+from scaling.book.arrays import drawn, empty, largest
 from scaling.book.layout import bar, format_number
 from scaling.book.listing import difference, lines
 from scaling.book.page import Page

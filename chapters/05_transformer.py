@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch.func import grad_and_value, vjp
 
 from scaling import tree
-from scaling.book.arrays import operands
-from scaling.book.largest import largest
+from scaling.book.arrays import largest, operands
 from scaling.book.layout import format_number
 from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page

@@ -13,8 +13,7 @@ then counts the cost of the real model.
 import torch
 
 from scaling import data, optim, tree
-from scaling.book.arrays import empty
-from scaling.book.largest import largest
+from scaling.book.arrays import empty, largest
 from scaling.book.layout import format_number
 from scaling.book.listing import SINGLE
 from scaling.book.page import Page

@@ -24,11 +24,11 @@ rules, and computes how many tokens a step gives, when it pays, and how far to g
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from scaling import serve, tree
 from scaling.book.answers import Answer
 from scaling.book.page import Page
-from scaling.book.speculative import expected_tokens, residual, verify
 from scaling.configs import Config, get
 from scaling.cost import serving
 from scaling.hardware import chip
@@ -91,10 +91,41 @@ page.check("a perfect draft: k + 1 tokens a pass", rows[1][1] == 1 + -(-(new - 1
 # rejected, a token is drawn from max(p - q, 0), rescaled. Accepted tokens have the probabilities min(p, q), and the
 # redrawn ones make up the rest of p. The book calls the rule inspired by Metropolis and Hastings, but it needs no
 # Markov chain. The table has the rule's exact distribution, and that of two known wrong rules; `off by` is half the sum
-# of the absolute differences from p. `outcome` finds the exact distribution without drawing: it cuts the range of each
-# uniform random number into pieces in which the rule gives the same token, and adds up their lengths.
-# `scaling.generate` is stricter: it accepts only the token that it would have drawn itself with its seed, so no draft
-# changes its tokens.
+# of the absolute differences from p. All randomness is given to `verify` as uniform numbers, so `outcome` finds the
+# exact distribution without drawing: it cuts the range of each uniform number into pieces in which the rule gives the
+# same token, and adds up their lengths. The rule holds for whatever q the draft has, if q is the distribution that x
+# was really drawn from, after temperature and filters (Leviathan et al. 2022, arxiv.org/abs/2211.17192; Chen et al.
+# 2023, arxiv.org/abs/2302.01318). `scaling.generate` is stricter: it accepts only the token that it would have drawn
+# itself with its seed, so no draft changes its tokens.
+
+
+# %%
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Return the distribution of a token that replaces a rejected one: max(p - q, 0) over its sum; p if that is 0."""
+    excess = (p - q).clamp(min=0)
+    total = excess.sum(-1, keepdim=True)
+    return torch.where(total > 0, excess / torch.where(total > 0, total, 1), p)
+
+
+def verify(p: Tensor, q: Tensor, proposed: Tensor, keep: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (tokens[B, k + 1], count[B]): a step's tokens; only the first `count` (1 to k + 1) are valid.
+
+    Args:
+        p: p[B, k + 1, V], the target's distributions at the proposed positions and the one after.
+        q: q[B, k, V], the distributions from which the proposals were drawn.
+        proposed: proposed[B, k], the proposals.
+        keep: keep[B, k], uniform numbers that decide about the proposals.
+        again: again[B, k + 1], uniform numbers that draw the replacement of the first rejected one, or the last token.
+    """
+    k = proposed.shape[1]
+    at = proposed[..., None]
+    kept = keep * q.gather(-1, at)[..., 0] < p[:, :k].gather(-1, at)[..., 0]
+    count = kept.long().cumprod(-1).sum(-1)  # the length of the kept prefix
+    last = torch.cat([residual(p[:, :k], q), p[:, k:]], 1)
+    drawn = draw_token(last, again)
+    places = torch.arange(k + 1, device=p.device)
+    tokens = torch.cat([proposed, proposed[:, :1]], 1)
+    return torch.where(places < count[:, None], tokens, drawn), count + 1
 
 
 # %%
@@ -151,7 +182,13 @@ page.check(
 # (1 - a) tokens: the first is sure, and each further one needs all guesses before it to be right. This is compared with
 # 20,000 steps of the rule, for distributions whose overlap, the sum of min(p, q), is a.
 
+
 # %%
+def expected_tokens(rate: float, k: int) -> float:
+    """Return the tokens per step if each proposal is kept with this rate, independently: (1 - a^(k+1)) / (1 - a)."""
+    return k + 1.0 if rate == 1 else (1 - rate ** (k + 1)) / (1 - rate)
+
+
 n, rows = 20_000, []
 for a in (0.5, 0.8, 0.9):
     ps = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(n, 5, 2)  # always token 0

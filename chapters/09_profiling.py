@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from scaling.book import hlo, stack
+from scaling.book import hlo
 from scaling.book.answers import Answer
 from scaling.book.layout import beside, width
 from scaling.book.page import Page
@@ -62,21 +62,21 @@ def multiply(x, y):
 
 
 operands = torch.ones(128, 256), torch.ones(256, 16, dtype=torch.bfloat16)
-eager, graph = stack.dispatched(multiply, *operands), stack.graph(multiply, *operands)
+eager, graph = hlo.dispatched(multiply, *operands), hlo.graph(multiply, *operands)
 page.title("1. Eager: what runs, in order")
 page.say(" ".join(eager))
 page.title("2. The same as a graph (make_fx)")
-page.say(stack.listing(graph))
-found = stack.kinds(graph)
+page.say(hlo.listing(graph))
+found = hlo.kinds(graph)
 page.say("\nnodes: " + ", ".join(f"{n} {kind}" for kind, n in sorted(found.items())))
 page.check("the graph has what eager ran", sum(found.values()) - found["input"] == len(eager))
 if not page.small:
     page.title("3. A forward and a backward graph (AOTAutograd): the view that is saved goes from one to the other")
-    for name, each in zip(("forward", "backward"), stack.joint(multiply, *operands), strict=True):
-        page.say(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(stack.kinds(each).items())))
-        page.say(stack.listing(each).splitlines()[-1])
+    for name, each in zip(("forward", "backward"), hlo.joint(multiply, *operands), strict=True):
+        page.say(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(hlo.kinds(each).items())))
+        page.say(hlo.listing(each).splitlines()[-1])
 page.title("4. Code (inductor): the conversion is a fused loop, the layouts are views, the product is a library's")
-code = stack.generated(multiply, *operands) if page.args.compile else stack.STORED.read_text()
+code = hlo.generated(multiply, *operands) if page.args.compile else hlo.STORED.read_text()
 page.say("\n".join(line for line in code.splitlines() if any(w in line for w in ("# ", "for(", "auto tmp", "bmm("))))
 page.answers([
     Answer("FLOPs of the program: 2 x 128 x 256 x 16", "",

@@ -18,8 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import auto, explicit, tree
 from scaling.book.answers import Answer
-from scaling.book.arrays import drawn, operands
-from scaling.book.largest import largest
+from scaling.book.arrays import drawn, largest, operands
 from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter

@@ -9,18 +9,18 @@ the chapters show, and how many verdicts of each kind a part has. `--parts 1,2` 
 # %%
 from pathlib import Path
 
-from scaling.book import recap
 from scaling.book.answers import VERDICTS
+from scaling.book.notebook import has_numbers, minutes, part, run_script, shows
 from scaling.book.page import Page
 
 page = Page(__doc__, parts=("", "the parts to run, 1,2,12; all if none is given"))
 chosen = {int(n) for n in page.args.parts.split(",") if n.isdecimal()} or ({1, 2} if page.small else set())
 folder = Path(__file__).parent if "__file__" in globals() else Path("chapters")
-every = [path for path in sorted(folder.glob("[0-9]*.py")) if recap.part(path) != 11]
-paths = [path for path in every if not chosen or recap.part(path) in chosen]
-if strange := [n for n in page.args.parts.split(",") if n and n not in {str(recap.part(path)) for path in every}]:
+every = [path for path in sorted(folder.glob("[0-9]*.py")) if part(path) != 11]
+paths = [path for path in every if not chosen or part(path) in chosen]
+if strange := [n for n in page.args.parts.split(",") if n and n not in {str(part(path)) for path in every}]:
     page.refuse(f"--parts {page.args.parts}: no chapter of a part {strange[0]}; fix: 1 to 10, or 12")
-parts = sorted({recap.part(path) for path in paths})
+parts = sorted({part(path) for path in paths})
 
 # %% [markdown]
 # ## The numbers, part by part
@@ -33,9 +33,9 @@ sums = {}
 for number in parts:
     page.title(f"Part {number}")
     before = len(page.given)
-    for path in (path for path in paths if recap.part(path) == number and recap.has_numbers(path)):
-        chapter = recap.run_script(path)
-        page.say(f"\n{path.name}: {recap.shows(path)}")
+    for path in (path for path in paths if part(path) == number and has_numbers(path)):
+        chapter = run_script(path)
+        page.say(f"\n{path.name}: {shows(path)}")
         page.answers(chapter.page.given)
         for what, held in chapter.page.checks:
             page.check(f"{path.name}: {what}", held)
@@ -49,7 +49,7 @@ for number in parts:
 
 # %%
 page.title("What each chapter shows")
-page.table([(path.name, recap.minutes(path), recap.shows(path)) for path in every], ["chapter", "minutes", "shows"])
+page.table([(path.name, minutes(path), shows(path)) for path in every], ["chapter", "minutes", "shows"])
 
 # %% [markdown]
 # ## The numbers of all parts

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from scaling import collectives, interop
 from scaling.algebra import reshard
 from scaling.algebra.layouts import arrangements, subsets
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, parse
 

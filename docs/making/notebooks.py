@@ -17,8 +17,7 @@ import jupytext
 import nbformat
 from tried import expressions, with_answers
 
-from scaling.book.notebook import execute
-from scaling.book.recap import has_numbers
+from scaling.book.notebook import execute, has_numbers
 
 ADDRESS = re.compile(r"(?<![<(\w])(https://[^\s>)\"`]+[^\s>)\"`.,:;])")
 CHAPTER = re.compile(r"(?<![/\w])`?(\d\d_\w+)\.py`?(?!\w)")

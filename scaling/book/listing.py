@@ -13,8 +13,7 @@ from torch import nn
 from torch.func import functional_call, grad_and_value, vjp
 
 from scaling import data, optim, tree
-from scaling.book.arrays import operands
-from scaling.book.largest import largest
+from scaling.book.arrays import largest, operands
 from scaling.book.page import Page
 from scaling.models import mlp
 from scaling.show import svg

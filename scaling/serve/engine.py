@@ -8,7 +8,7 @@ A draft proposes tokens. It is the request's own text, by n-grams, or a smaller 
 it would without a draft, by the request's seed and the place, and a proposal is kept if it equals that token. So in
 fp32 no token depends on the proposals, on their number, or on where a step begins, whether decoding is greedy or
 sampled. A draft draws with the same uniform numbers, so it often gets the same token. The book's rule
-(`scaling.book.speculative`) has the same distribution, and it keeps more proposals of a draft that is unlike the model.
+(chapters/07_speculative.py) has the same distribution, and it keeps more proposals of a draft that is unlike the model.
 But its tokens depend on where a step begins, so a request that is preempted would go on with other tokens.
 """
 

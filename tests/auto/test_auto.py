@@ -17,7 +17,7 @@ from scaling import auto, explicit
 from scaling.algebra import reshard
 from scaling.algebra.layouts import spec_of
 from scaling.algebra.planner import all_layouts
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.collectives.plans import run_step
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError

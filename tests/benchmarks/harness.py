@@ -28,7 +28,7 @@ import torch.distributed as dist
 from report import machine, options, quartiles, ratios, show, spread
 
 from scaling import launch
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 
 RIVALS = ("theirs", "tuned")
 RATE = 1e-4  # learning rate

@@ -1,6 +1,7 @@
 """Chapters run in this process, as scripts with a small size on a terminal of 80 columns, cell by cell if need be; and
 what comes of what they propose to try."""
 
+import ast
 import functools
 import re
 import tomllib
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.book.recap import ScriptRun, run_script
+from scaling.book.notebook import ScriptRun, run_script
 
 HERE = Path(__file__).parent
 CHAPTERS = HERE.parents[1] / "chapters"
@@ -42,6 +43,15 @@ def run(name: str, *options: str, code: str | None = None) -> ScriptRun:
 def chapter(name: str) -> ScriptRun:
     """The chapter as run once for all tests."""
     return run(name)
+
+
+@functools.cache
+def functions(name: str) -> dict:
+    """The chapter's functions, by name, without a run of its cells: they use what it imports and each other."""
+    kinds, names = (ast.Import, ast.ImportFrom, ast.FunctionDef), {}
+    body = [node for node in ast.parse(source(name)).body if isinstance(node, kinds)]
+    exec(compile(ast.Module(body, []), name, "exec"), names)
+    return names
 
 
 def cells(name: str) -> list[tuple[str, str, str]]:

@@ -15,7 +15,7 @@ from sources import parsed
 
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, notation, rounding
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.book.listing import difference
 from scaling.common.console import significant
 

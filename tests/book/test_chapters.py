@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import running
 
-from scaling.book import learning, notebook, recap
+from scaling.book import learning, notebook
 from scaling.book.answers import VERDICTS
 
 
@@ -242,8 +242,8 @@ def test_a_script_with_a_wrong_answer_fails(tmp_path):
         'page = Page(__doc__)\npage.answers([Answer("pi", "3.14", 2.0), Answer("e", "2.72", 2.718)])\n'
         'page.check("it holds", False)\npage.end()\n'
     )
-    chapter = recap.run_script(wrong)
-    assert (recap.part(wrong), recap.shows(wrong), chapter.status) == (13, "a chapter", 1)
+    chapter = notebook.run_script(wrong)
+    assert (notebook.part(wrong), notebook.shows(wrong), chapter.status) == (13, "a chapter", 1)
     assert [answer.verdict for answer in chapter.page.given] == ["DIFFERS", "agrees"]
     assert chapter.page.checks == [("it holds", False)]
 
@@ -254,6 +254,6 @@ def test_the_readme_says_how_long_each_takes():
     for row in re.findall(r"^\| .*`.*\|$", text.partition("## The book")[2].partition("\n## ")[0], re.M):
         names, minutes = re.findall(r"`(\w+)\.py`", row), row.strip("| ").rpartition("|")[2].split(",")
         said |= zip(names, map(int, minutes), strict=True)
-    found = {path.stem: recap.minutes(path) for path in running.CHAPTERS.glob("*.py")}
+    found = {path.stem: notebook.minutes(path) for path in running.CHAPTERS.glob("*.py")}
     assert said.keys() == found.keys()
     assert [name for name, minutes in said.items() if abs(minutes - found[name]) > 5] == []

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from scaling import serve, tree
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.configs import load
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Job, published

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scaling import serve, tree
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh

@@ -22,7 +22,7 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from scaling import launch
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.common.console import Parser
 from scaling.configs import with_weights
 from scaling.models import hf, transformer

@@ -6,13 +6,15 @@ import random
 
 import pytest
 import torch
+from running import functions
 
-from scaling.book.speculative import expected_tokens, residual, verify
 from scaling.serve import Sampling
 from scaling.serve.engine import ngram
 from scaling.serve.requests import Draw
 from scaling.serve.sampling import draw_token, probabilities, sample, uniforms
 
+RULE = functions("07_speculative")
+expected_tokens, residual, verify = (RULE[name] for name in ("expected_tokens", "residual", "verify"))
 EQUALS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -math.inf]], dtype=torch.float64)
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
 WARM = [math.exp(x / 2) for x in (1, 3, 2, 3)]

@@ -11,7 +11,7 @@ from test_transformer_mesh import EXPERTS, LATENT, PLAIN, B, T
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import tree
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.configs import Config
 from scaling.cost import transformer as tm
 from scaling.mesh import AbstractMesh, Mesh

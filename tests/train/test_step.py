@@ -16,7 +16,7 @@ from refused import read_table
 from runs import ONE
 
 from scaling import serve, tree
-from scaling.book.largest import largest
+from scaling.book.arrays import largest
 from scaling.configs import Latent, Linear, get
 from scaling.cost.memory import ROOM
 from scaling.launch import run
