@@ -34,15 +34,12 @@ OPTIONAL = {*f"{EXTRAS} uvicorn h11 prometheus_client".split()}  # of pyproject.
 RANKS = "scaling.launch scaling.mesh"
 INSIDE = {  # a module: what it imports inside functions
     "scaling.cost.lanes": "numpy",  # the playground has none
-    "scaling.spec.placements": "torch.distributed.tensor torch.distributed.tensor.placement_types",  # without torch
+    "scaling.spec.types": "torch.distributed.tensor torch.distributed.tensor.placement_types",  # without torch
     # plain trees need no torch.distributed:
     "scaling.tree": "scaling.collectives scaling.collectives.checked scaling.collectives.linear",
     "scaling.check.files": "scaling.check.run",  # lines are read without torch
     "scaling.check.run": "scaling.check.programs",  # what it imports then tells the types that it says
     "scaling.configs.sources": "scaling.configs.gguf",  # numpy, which no other model needs
-    # a sharding is drawn without the simulator and without the models:
-    "scaling.show.shardings": "scaling.show.schedules scaling.show.params",
-    "scaling.show.__main__": "scaling.book.drawing",  # all else is drawn without torch
     "scaling.book.options": RANKS,  # chapters without ranks need no torch
     "scaling.book.page": f"torch.distributed {RANKS}",  # the same
     "scaling.collectives.operands": "numpy",  # rarely needed

@@ -20,8 +20,8 @@ from scaling.exercise.page import exercise_named
 from scaling.show import svg
 from scaling.show.frames import frames_of
 from scaling.show.params import leaf_rows
-from scaling.show.schedules import main as show_schedule
 from scaling.show.shardings import remarks
+from scaling.show.timelines import main as show_schedule
 from scaling.spec import ShardingError, format_axes, parse, parse_line
 from scaling.spec.sizes import parse_mesh, parse_sizes
 

@@ -7,7 +7,6 @@
 In a notebook: `from scaling.exercise import grade, new`, `print(new("05_fsdp_backward"))`, `grade(text)`.
 """
 
-from scaling.exercise.page import Exercise, exercise_named, exercises, new
-from scaling.exercise.verdict import Verdict, grade
+from scaling.exercise.page import Exercise, Verdict, exercise_named, exercises, grade, new
 
 __all__ = ["Exercise", "Verdict", "exercise_named", "exercises", "grade", "new"]

@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 from scaling.common.console import Parser, complaining
-from scaling.exercise.page import exercises, new
-from scaling.exercise.verdict import grade
+from scaling.exercise.page import exercises, grade, new
 
 
 @complaining(ValueError, OSError)

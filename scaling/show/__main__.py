@@ -1,19 +1,15 @@
-"""Run the command `python -m scaling.show`."""
+"""Run `python -m scaling.show`: draw shardings, or run the command that comes first."""
 
 import sys
 
-from scaling.common.console import command
-from scaling.show.shardings import main
+from scaling.common.console import command_of
 
-
-def run(argv: list[str]) -> int:
-    """Run `listing`, which needs torch, or a command of scaling.show.shardings; return the exit code."""
-    if argv[:1] == ["listing"]:
-        from scaling.book.drawing import main as draw_listing
-
-        return draw_listing(argv[1:])
-    return main(argv)
-
+COMMANDS = {  # each module is imported when it is asked for: all but listings are drawn without torch
+    "schedule": "scaling.show.timelines",
+    "params": "scaling.show.params",
+    "listing": "scaling.book.drawing",
+}
 
 if __name__ == "__main__":
-    sys.exit(command(lambda: run(sys.argv[1:])))
+    module = COMMANDS.get(" ".join(sys.argv[1:2]))
+    sys.exit(command_of(module, sys.argv[2:]) if module else command_of("scaling.show.shardings", sys.argv[1:]))

@@ -2,7 +2,7 @@
 
     python -m scaling.show "A[I_X, J_Y]" --mesh X=2,Y=2
     python -m scaling.show --plot nine.svg              the nine shardings of the book's figure
-    python -m scaling.show schedule 1f1b --stages 4     a pipeline's schedule: scaling.show.schedules
+    python -m scaling.show schedule 1f1b --stages 4     a pipeline's schedule: scaling.show.timelines
     python -m scaling.show params --model llama3-70b    each leaf of a Transformer: scaling.show.params
     python -m scaling.show listing FILE                 a listing, line by line: scaling.book.drawing
     print(draw("A[I_X, J]", {"X": 2, "Y": 2}))          a mesh may also be a Mesh
@@ -131,16 +131,7 @@ def _grid(cells, names, columns, dims, colours) -> list[str]:
 
 @complaining(ValueError, OSError)
 def main(argv: "list[str] | None" = None) -> int:
-    """Draw the shardings, or run the command `schedule` or `params`; return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["schedule"]:
-        from scaling.show.schedules import main as show_schedule
-
-        return show_schedule(argv[1:])
-    if argv[:1] == ["params"]:
-        from scaling.show.params import main as show_params
-
-        return show_params(argv[1:])
+    """Draw the shardings; return the exit code."""
     parser = Parser(prog="python -m scaling.show", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("types", nargs="*", metavar="TYPE", help="such as 'A[I_X, J_Y]'; by default the book's nine")
     parser.add_argument("--mesh", default="X=2,Y=2", help="mesh axes and their sizes (default X=2,Y=2)")

@@ -1,7 +1,7 @@
 """The notation: types such as `W[D_X, F] {U_Y}` and the lines between types.
 
-`reader` reads them from text, and `types` holds them as data. `formats` says how arrays with scales are stored,
-`placements` has DTensor's words for types, and `sizes` the sizes of meshes and dtypes.
+`reader` reads them from text, and `types` holds them as data. `formats` says how arrays with scales are stored, and
+`sizes` has the sizes of meshes and dtypes.
 """
 
 from scaling.spec.formats import FORMATS, Format, format_of

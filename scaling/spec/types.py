@@ -10,9 +10,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from scaling.spec.formats import Format, bytes_of_parts, format_of, parts_of
-from scaling.spec.placements import axes_of_placements, placements_of
 from scaling.spec.reader import ShardingError, read_line, read_type, refuse
 from scaling.spec.sizes import dtype_bytes, mesh_sizes
 
@@ -160,8 +160,17 @@ class Spec:
 
         If a dim's axes have another order than the mesh's, as in `I_YX`, the placement is a strided shard.
         """
+        from torch.distributed.tensor import Partial, Replicate, Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
         self.check_axes(mesh)
-        return placements_of([axes for _, axes in self.dims], self.unreduced, mesh_sizes(mesh))
+        sizes, found = mesh_sizes(mesh), dict[str, Any](dict.fromkeys(self.unreduced, Partial()))
+        order = list(sizes)
+        for position, (_, axes) in enumerate(self.dims):
+            for n, axis in enumerate(axes):  # the factor: blocks made by more major axes that come later in the mesh
+                factor = math.prod(sizes[major] for major in axes[:n] if order.index(major) > order.index(axis))
+                found[axis] = Shard(position) if factor == 1 else _StridedShard(position, split_factor=factor)
+        return tuple(found.get(axis, Replicate()) for axis in order)
 
     @staticmethod
     def from_placements(placements: Sequence, mesh, dims: Sequence[str], name: str = "") -> "Spec":
@@ -171,8 +180,28 @@ class Spec:
             ShardingError: The notation lacks a placement: a reduction other than a sum, or a stride that no order of a
                 dim's axes makes.
         """
-        axes, unreduced = axes_of_placements(placements, mesh_sizes(mesh), len(dims))
-        return Spec(name, tuple(zip(dims, axes, strict=True)), unreduced).validated()
+        from torch.distributed.tensor import Partial, Replicate
+        from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+        sizes, unreduced, axes_of = mesh_sizes(mesh), [], [[] for _ in dims]
+        for axis, placement in reversed([*zip(sizes, placements, strict=True)]):  # a factor counts later axes' blocks
+            kind = type(placement)
+            if kind in (Shard, _StridedShard) and -len(dims) <= placement.dim < len(dims):
+                axes = axes_of[placement.dim]
+                blocks = [math.prod(sizes[other] for other in axes[:n]) for n in range(len(axes) + 1)]
+                if (factor := getattr(placement, "split_factor", 1)) in blocks:
+                    axes.insert(blocks.index(factor), axis)
+                    continue
+            elif kind is Replicate:
+                continue
+            elif kind is Partial and placement.reduce_op == "sum":
+                unreduced.append(axis)
+                continue
+            raise ShardingError(
+                f"{placement} over {axis}: only Shard of one of the {len(dims)} dims, Replicate and Partial('sum') "
+                f"are types of this notation\n  fix: redistribute the DTensor to such a placement first"
+            )
+        return Spec(name, tuple(zip(dims, map(tuple, axes_of), strict=True)), tuple(sorted(unreduced))).validated()
 
     def check_axes(self, mesh) -> None:
         """Raise ShardingError if the type names an axis that the mesh lacks, or is not the type of one array."""

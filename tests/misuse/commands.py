@@ -49,7 +49,7 @@ COMMANDS = {  # name: (module, arguments that are right and soon done)
     "generate": ("serve.generate_command", f"{GIVE} --prompt ab"),
     "serve": ("serve.command", f"{GIVE} --input request.json --output completions.jsonl"),
     "show": ("show", "A[I_X,J_Y]"),
-    "show schedule": ("show.schedules", "1f1b"),
+    "show schedule": ("show.timelines", "1f1b"),
     "show params": ("show.params", "--model tiny.json --mesh X=2"),
     "check": ("check", "program.py"),
     "plan": ("plan.__main__", "--model llama3-8b --chip v5e --chips 16 --batch 1M"),

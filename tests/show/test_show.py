@@ -17,7 +17,7 @@ from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.schedules import SCHEDULES, make
 from scaling.schedules.simulator import Times, simulate
-from scaling.show import NINE, blocks, draw, main, params, picture_of_blocks, schedules, svg
+from scaling.show import NINE, blocks, draw, main, params, picture_of_blocks, svg, timelines
 from scaling.show.charts import chart, figure, ticks
 from scaling.show.frames import device_grids
 from scaling.show.timelines import draw_on, schedule_chart, summary
@@ -81,11 +81,11 @@ def test_command_lines(capsys, tmp_path):
     assert all(text in (tmp_path / "nine.svg").read_text() for text in NINE)
 
     capsys.readouterr()
-    assert main(["params", "--model", "llama3-70b", "--mesh", "P=2,X=64,Y=8"]) == 0
+    assert params.main(["--model", "llama3-70b", "--mesh", "P=2,X=64,Y=8"]) == 0
     out = capsys.readouterr().out
     assert "W_Q[L, D_X, N_Y, H]  80x128x8x128  20,971,520" in out
     assert max(map(len, out.splitlines())) <= 100
-    assert main(["params", "--mesh", "Q=2"]) == 1
+    assert params.main(["--mesh", "Q=2"]) == 1
     assert "splits nothing of a Transformer" in capsys.readouterr().err
 
 
@@ -178,7 +178,7 @@ def test_rows_are_aligned_and_as_wide_as_asked(name):
 
 def test_schedules_command_line(capsys, tmp_path):
     picture = tmp_path / "a.svg"
-    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--plot", str(picture)]) == 0
+    assert timelines.main(["1f1b", "--stages", "4", "--microbatches", "8", "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
     assert "bubble 27.3%" in shown
     assert "closed form 9 = simulated 9" in shown
@@ -187,12 +187,12 @@ def test_schedules_command_line(capsys, tmp_path):
         sum(each.get("stroke") is not None for each in root.iter() if each.tag.endswith("rect")) == 2 * 4 * 8
     )  # F and B
 
-    assert schedules.main(["all", "--stages", "2", "--microbatches", "3", "--times", "1,2,1"]) == 0
+    assert timelines.main(["all", "--stages", "2", "--microbatches", "3", "--times", "1,2,1"]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("rank 1 |") == 4
     assert "interleaved: 3 microbatches are not a multiple of 2 stages" in shown.err
-    assert schedules.main(["dualpipev", "--stages", "4", "--microbatches", "4"]) == 2
-    assert schedules.main(["gpipe", "--split", "--hop", "1/2"]) == 0
+    assert timelines.main(["dualpipev", "--stages", "4", "--microbatches", "4"]) == 2
+    assert timelines.main(["gpipe", "--split", "--hop", "1/2"]) == 0
 
 
 def test_on_a_page_it_is_text_or_a_picture():
