@@ -16,8 +16,7 @@ from scaling.strategies.transformer.types import slots_of
 from scaling.train import dry
 from scaling.train.programs import chunks_on, step_by_symbols
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import begin_state, drawn_params, make_step
-from scaling.train.step_count import local_shape
+from scaling.train.step import begin_state, drawn_params, local_shape, make_step
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,9 @@ from scaling.serve.requests import Sampling
 from scaling.spec import parse, present
 from scaling.strategies import transformer
 from scaling.train import checkpoint, guards
-from scaling.train.evaluate import local
 from scaling.train.progress import METRICS
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import parted, started, trained_types, with_adapters
+from scaling.train.step import local, parted, started, trained_types, with_adapters
 
 WHOLE = Sampling(temperature=1.0)  # the full distribution, which is also the one that is trained
 TYPES = dict(zip(Rollouts._fields, ("t[R, T]", "t[R, T]", "m[R, T]", "p[R, T]", "r[R]", "v[]"), strict=True))
@@ -246,8 +245,7 @@ def updated(
         raise ValueError(f"{what}\n  fix: report this; no option leads to it")
     sums = torch.promote_types(next(iter(tree.leaves(params))).dtype, torch.float32)
     scale = float(state.get("scale", 1.0))
-    given = {"microbatches": settings.microbatches, "remat": settings.remat, "sums": sums, "lora": lora, "mean": False}
-    given |= {"scale": scale, "context": settings.context}
+    given = settings.step_options(mesh.sizes) | {"sums": sums, "scale": scale, "mean": False}
     _, grads = transformer.loss_and_grads(frozen | params, tokens, targets, config, mesh, weights=-slope, **given)
     norm = optim.global_norm(grads, types, mesh)
     finite = guards.check_scaled(state, loss, norm, grads, types, mesh, n)

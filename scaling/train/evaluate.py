@@ -8,24 +8,13 @@ import torch
 from scaling import tree
 from scaling.models import transformer as model
 from scaling.models.template import chosen_end
-from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.train.batches import IGNORED, Batches
 from scaling.train.origin import tokenizer_in
 from scaling.train.settings import DTYPES, Settings
-from scaling.train.step import with_adapters
+from scaling.train.step import local, with_adapters
 
 LENGTH, TEMPERATURE = 64, 0.8  # the most tokens that a continuation has, and the temperature at which they are drawn
-
-
-def batch_type(mesh) -> Spec:
-    """Return the type of a batch's tokens on this mesh."""
-    return present("t[B_PXE, T_C]", mesh)
-
-
-def local(x: torch.Tensor, mesh) -> torch.Tensor:
-    """Return this rank's rows and tokens of x[B, T], which is whole on every rank."""
-    return tree.shard(x.to(mesh.device), batch_type(mesh), mesh)
 
 
 def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> float:
@@ -43,8 +32,7 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
             targets[last - first :] = IGNORED
             if counted := int((targets != IGNORED).sum()):
                 some, targets, segments = (local(x, mesh) for x in (some, targets, segments))
-                given = {"segments": segments, "zero": settings.zero, "lora": settings.adapters}
-                given |= {"context": settings.context, "schedule": settings.schedule_on(mesh.sizes)}
+                given = settings.layout(mesh.sizes) | {"segments": segments, "context": settings.context}
                 loss = transformer.loss(params, some, targets, config, mesh, **given)
                 total, count = total + loss.item() * counted, count + counted
     return total / count if count else math.nan

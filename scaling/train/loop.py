@@ -19,7 +19,7 @@ from scaling.trace import Log
 from scaling.train import checkpoint, guards
 from scaling.train.batches import Batch, ahead, inputs, leave_out
 from scaling.train.durable import point_at, step_name
-from scaling.train.evaluate import continuation, evaluate, local
+from scaling.train.evaluate import continuation, evaluate
 from scaling.train.flight import Flight
 from scaling.train.progress import Progress
 from scaling.train.record import (
@@ -33,7 +33,7 @@ from scaling.train.record import (
     resumable,
 )
 from scaling.train.settings import Settings, optimizer_of, rate
-from scaling.train.step import begin_state, held_types, make_step, parted, started, stored_layout, trained_types
+from scaling.train.step import begin_state, held_types, local, make_step, parted, started, stored_layout, trained_types
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 

@@ -26,7 +26,7 @@ from scaling.trace.events import Event
 from scaling.trace.peak import PeakMemory
 from scaling.trace.symbols import LiveSymbols, NotMonomial
 from scaling.train.settings import Settings
-from scaling.train.step_count import count, run
+from scaling.train.step import count, counted_run
 from scaling.train.structure import (
     FEW,
     LEAST,
@@ -50,7 +50,7 @@ def step_by_symbols(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
     documents: bool = True, memory: bool = True,
 ) -> CountedStep:  # fmt: skip
-    """Return the count of a step, as `step_count.count` gives it, from the programs of its structure.
+    """Return the count of a step, as `step.count` gives it, from the programs of its structure.
 
     Without `memory` fewer layers and microbatches are traced. If some size is not a product of symbols, as in a step of
     Muon or of adapters, the same numbers of layers and microbatches are counted at the step's own sizes.
@@ -282,7 +282,7 @@ class Symbolic(Numbers):
 
 
 def counted(settings: Settings, *given: Any) -> CountedStep:
-    """Return `step_count.count` of a step, kept on disk under the settings that determine it."""
+    """Return `step.count` of a step, kept on disk under the settings that determine it."""
     decides = {name: getattr(settings, name) for name in DECIDE}
     return count_on_disk(Settings(settings.model, "", "", **decides), *given)
 
@@ -311,7 +311,7 @@ def traced(structure: Structure, live: bool) -> StepProgram | NotMonomial:
     mesh = AbstractMesh(dict(structure.mesh), dict(structure.coord), structure.backend)
     memory, s = LiveSymbols(symbols=structure.symbols) if live else PeakMemory(), structure
     try:
-        step = run(s.settings, mesh, s.documents, Symbolic(s), memory, s.limits)
+        step = counted_run(s.settings, mesh, s.documents, Symbolic(s), memory, s.limits)
     except NotMonomial as error:
         return error
     if not isinstance(memory, LiveSymbols):

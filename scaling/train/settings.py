@@ -147,6 +147,15 @@ class Settings:
         """Return the pipeline's schedule as `StepOptions` takes it: None is 1F1B, or a mesh without stages."""
         return self.pipeline if sizes.get("Z", 1) > 1 and self.pipeline != "1f1b" else None
 
+    def layout(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Return the options on a mesh of these sizes that say how params are stored."""
+        return {"zero": self.zero, "schedule": self.schedule_on(sizes), "lora": self.adapters}
+
+    def step_options(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Return the options of the step on a mesh of these sizes, as `StepOptions` has them."""
+        names = ("microbatches", "remat", "keep_weights", "reduce", "precision", "context")
+        return self.layout(sizes) | {name: getattr(self, name) for name in names}
+
     @property
     def context(self) -> str:
         """The form of attention over C: zig-zag, but plain order for linear layers, which hand a state on."""

@@ -1,7 +1,11 @@
-"""Make the training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure."""
+"""Make the training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure.
+
+`count` counts the same code's step on an abstract mesh, without data.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,14 +14,31 @@ from scaling import optim, tree
 from scaling.collectives import all_gather, shard, wait
 from scaling.common.limits import LIMITS, Limits
 from scaling.configs import Config
+from scaling.cost.counted import CountedStep
+from scaling.mesh import AbstractMesh
 from scaling.models import adapters, hf
 from scaling.models import transformer as model
 from scaling.models.dropout import at_step
 from scaling.models.lora import adapter_specs
+from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import stored_places
+from scaling.trace.count import NUMBERS, Between, Numbers, counted_step
+from scaling.trace.peak import PeakMemory, peak_memory
 from scaling.train import guards
-from scaling.train.settings import DTYPES, Settings
+from scaling.train.settings import DTYPES, Settings, optimizer_of
+
+UPDATE = 7  # AdamW reads params, gradients and both moments, and writes all but the gradients: 4 + 3 passes
+
+
+def batch_type(mesh) -> Spec:
+    """Return the type of a batch's tokens on this mesh."""
+    return present("t[B_PXE, T_C]", mesh)
+
+
+def local(x: torch.Tensor, mesh) -> torch.Tensor:
+    """Return this rank's rows and tokens of x[B, T], which is whole on every rank."""
+    return tree.shard(x.to(mesh.device), batch_type(mesh), mesh)
 
 
 def stored_layout(settings: Settings, mesh) -> tuple[dict, dict[str, list[int]]]:
@@ -80,8 +101,7 @@ def with_adapters(params: dict, settings: Settings, mesh) -> dict:
 
 def held_types(settings: Settings, mesh) -> dict:
     """Return the types in which the trained params are stored."""
-    layout = {"zero": settings.zero, "schedule": settings.schedule_on(mesh.sizes), "lora": settings.adapters}
-    return parted(settings, transformer.specs(settings.model, mesh, **layout))[1]
+    return parted(settings, transformer.specs(settings.model, mesh, **settings.layout(mesh.sizes)))[1]
 
 
 def trained_types(settings: Settings, mesh) -> dict:
@@ -129,17 +149,16 @@ def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limi
 
     `frozen`: the params that have no gradients; `limits`: as in StepOptions.
     """
-    config, zero, types = settings.model, settings.zero, trained_types(settings, mesh)
+    config, types = settings.model, trained_types(settings, mesh)
     sums, others = torch.promote_types(DTYPES[settings.dtype], torch.float32), frozen or {}
+    options = settings.step_options(mesh.sizes)
 
     def f(params, batch, step: int = 0, scale: float = 1.0):
         inputs, targets, segments = batch
         seed = at_step(settings.seed, step) if config.dropout else None
         loss, grads = transformer.loss_and_grads(
-            others | params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
-            schedule=settings.schedule_on(mesh.sizes), remat=settings.remat, keep_weights=settings.keep_weights,
-            seed=seed, sums=sums, scale=scale, zero=zero, lora=settings.adapters, precision=settings.precision,
-            limits=limits, context=settings.context, reduce=settings.reduce,
+            others | params, inputs, targets, config, mesh, segments=segments, seed=seed, sums=sums, scale=scale,
+            limits=limits, **options,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh, limits.row)
 
@@ -202,3 +221,70 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict
         return updated.whole(shards, params, donate), state, metrics
 
     return step
+
+
+def count(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
+    documents: bool = True, limits: Limits = LIMITS,
+) -> CountedStep:  # fmt: skip
+    """Count the step of the rank at `coord`, by default the first, on a mesh of these sizes.
+
+    Experts are taken to be chosen evenly.
+
+    Args:
+        settings: The settings of the run.
+        sizes: The sizes of the mesh.
+        coord: The rank's coordinates; an axis that is left out is at 0.
+        backend: "gloo" counts the buffers of its collectives too, "abstract" only their results.
+        documents: Whether a row has several documents, which attention hides from each other.
+        limits: The thresholds at which the step's code changes.
+    """
+    memory = PeakMemory()
+    step = counted_run(settings, AbstractMesh(sizes, coord, backend), documents, NUMBERS, memory, limits)
+    return replace(step, peaks={line: peak - step.params - step.state for line, peak in memory.peaks_by_line().items()})
+
+
+def counted_run(
+    settings: Settings, mesh, documents: bool, numbers: Numbers, memory: PeakMemory, limits: Limits = LIMITS
+) -> CountedStep:
+    """Run a step on an abstract mesh, and return its count without peaks; `memory` follows the bytes that are alive."""
+    params, batch = step_shapes(settings, mesh)
+    optimizer, updated = optimizer_of(settings), Updated(settings, mesh)
+    frozen, trained = parted(settings, params)
+    state = begin_state(settings, mesh, optimizer, trained)
+    held, states = (sum(numbers.of(x.nbytes) for x in tree.leaves(each)) for each in (params, state))
+    between = Between()
+
+    def saw(*operation: Any) -> None:
+        between.saw(*operation)
+        memory.ended()
+
+    with peak_memory(saw, memory):
+        tree.map(torch.Tensor.detach, (params, state))  # so that they are counted from the beginning
+        step = gradients(settings, mesh, frozen, limits)
+        _, grads, _ = step(trained, batch if documents else [*batch[:2], None])
+        shards = updated.shards(trained)
+        if settings.optimizer == "muon":  # Muon's update sends, too
+            scaled = {"finite": True} if "scale" in state else {}
+            optimizer.update(grads, state, shards, donate=True, specs=updated.types, mesh=mesh, **scaled)
+        del grads
+        updated.whole(shards, trained, donate=True)
+    for W in tree.leaves(shards):
+        between.add("plain", UPDATE * W.nbytes)
+    return replace(counted_step(memory.log.events, between, numbers), params=held, state=states)
+
+
+def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
+    """Return the shape of this rank's tokens."""
+    return batch_type(mesh).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
+
+
+def step_shapes(settings: Settings, mesh) -> tuple[Any, list[torch.Tensor]]:
+    """Return (params, [tokens, targets, segments]) of this rank on the meta device.
+
+    Raises:
+        ShardingError: The params or the batch do not divide over the mesh.
+    """
+    params = drawn_params(settings, mesh, "meta")
+    shape = local_shape(settings, mesh)
+    return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]

@@ -22,7 +22,7 @@ from scaling.strategies.transformer.layers import packed_leaves
 from scaling.strategies.transformer.step import StepOptions, TrainStep
 from scaling.trace.symbols import NotMonomial, Symbols, prime_factors, primes_for
 from scaling.train.settings import Settings
-from scaling.train.step_count import step_shapes
+from scaling.train.step import step_shapes
 
 FEW = 24  # up to this number, all experts of a rank and all chunks of the loss are run
 LEAST = dict.fromkeys((*"EKGHbTYDFVXPSO", "row", "copies"), 31) | {"El": 11, "J": 17}  # the least prime of each
@@ -164,11 +164,7 @@ def resolved(settings: Settings, sizes: Mapping[str, int]) -> tuple[dict, TrainS
     mesh = AbstractMesh(sizes)
     check_positions(settings.model, settings.seq, packed=False)
     params, (tokens, targets, _) = step_shapes(settings, mesh)
-    options = StepOptions(
-        microbatches=settings.microbatches, schedule=settings.schedule_on(sizes), remat=settings.remat,
-        zero=settings.zero, reduce=settings.reduce, lora=settings.adapters, precision=settings.precision,
-        context=settings.context,
-    )  # fmt: skip
+    options = StepOptions(**settings.step_options(sizes))
     if (C := sizes.get("C", 1)) > 1:
         check_length(settings.context, settings.seq, C)
     return params, look_up_step(options, settings.model, params, (tokens, targets, None, None), mesh, seed=0)

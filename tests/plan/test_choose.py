@@ -20,7 +20,7 @@ from scaling.spec.sizes import parse_mesh
 from scaling.train import command, dry
 from scaling.train.programs import step_by_symbols, step_memory
 from scaling.train.settings import Settings
-from scaling.train.step_count import count
+from scaling.train.step import count
 
 SOME = Settings(get("tiny").with_(L=1, D=32, F=64, H=8, N=4, K=2), "", "", 4, 16)
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")

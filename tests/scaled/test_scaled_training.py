@@ -25,7 +25,7 @@ from scaling.scaled import RECIPES, UNSCALED
 from scaling.spec import ShardingError, dtype_bytes, format_of, parse, present
 from scaling.strategies import transformer
 from scaling.train.settings import Settings
-from scaling.train.step_count import count, step_shapes
+from scaling.train.step import count, step_shapes
 
 WIDE = Config("wide", 2, 256, 512, 8, 4, 64, 64)
 BIASED = WIDE.with_(name="biased", attention_bias=True, output_bias=True, qk_norm=True, gated=False)

@@ -22,10 +22,10 @@ from scaling.strategies import transformer as strategy
 from scaling.train.batches import IGNORED, Batches
 from scaling.train.corpus import open_corpus
 from scaling.train.documents import Reader
-from scaling.train.evaluate import local
 from scaling.train.folder import keep_options
 from scaling.train.loop import run
 from scaling.train.settings import Settings
+from scaling.train.step import local
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}

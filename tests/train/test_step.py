@@ -31,8 +31,7 @@ from scaling.train import dry, evaluate, guards
 from scaling.train.batches import Batches
 from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import begin_state, check_compiled, drawn_params, gradients, make_step, parted
-from scaling.train.step_count import count
+from scaling.train.step import begin_state, check_compiled, count, drawn_params, gradients, make_step, parted
 
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
 EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)

@@ -11,7 +11,7 @@ from scaling.trace.symbols import NotMonomial, Symbols
 from scaling.train import programs
 from scaling.train.programs import step_by_symbols
 from scaling.train.settings import Settings
-from scaling.train.step_count import count
+from scaling.train.step import count
 from scaling.train.structure import FEW
 
 DENSE, EXPERTS = get("llama3-8b"), get("mixtral-8x7b")
