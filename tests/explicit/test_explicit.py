@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_jax import splits
-from refused import evaluated, refused
+from refused import evaluated, read_table, refused
 
 from scaling import auto, explicit
 from scaling.algebra.layouts import DimAxes
@@ -130,22 +130,24 @@ def test_several_ways_to_ask_for_gradients():
         torch.testing.assert_close([*found], [*wanted], rtol=1e-12, atol=1e-14)
 
 
-WITH_OUT = {  # calls with the result's type given: shapes of their arrays (or the index), the result's
-    "explicit.einsum('bij,bjk->bki', x, y, out=out)": (((4, 8, 4), (4, 4, 8)), (4, 8, 8)),
-    "explicit.matmul(x, x, out=out)": (((8, 8),), (8, 8)),
-    "explicit.reshape(x, (4, 16), out=out)": (((8, 8),), (4, 16)),
-    "explicit.amax(x, 0, out=out)": (((8, 8),), (8,)),
-    "explicit.mean(x, (0, 2), out=out)": (((4, 8, 4),), (8,)),
-    "explicit.take(x, y, 0, out=out)": (((4, 8), torch.tensor([3, 0, 2, 2])), (4, 8)),
-    "explicit.broadcast_to(x, (4, 4, 8), out=out)": (((4, 8),), (4, 4, 8)),
-}
+TABLE = """
+call with the result's type given                 its arrays, or their shapes                    the result's shape
+explicit.einsum('bij,bjk->bki', x, y, out=out)    ((4, 8, 4), (4, 4, 8))                         (4, 8, 8)
+explicit.matmul(x, x, out=out)                    ((8, 8),)                                      (8, 8)
+explicit.reshape(x, (4, 16), out=out)             ((8, 8),)                                      (4, 16)
+explicit.amax(x, 0, out=out)                      ((8, 8),)                                      (8,)
+explicit.mean(x, (0, 2), out=out)                 ((4, 8, 4),)                                   (8,)
+explicit.take(x, y, 0, out=out)                   ((4, 8), torch.tensor([3, 0, 2, 2]))           (4, 8)
+explicit.broadcast_to(x, (4, 4, 8), out=out)      ((4, 8),)                                      (4, 4, 8)
+"""
+WITH_OUT = read_table(TABLE, globals(), ("call with the result's type given",))
 
 
-@pytest.mark.parametrize("call", WITH_OUT)
-def test_a_result_is_had_in_any_type(call):
+@pytest.mark.parametrize(("call", "shapes", "after"), WITH_OUT, ids=[call for call, *_ in WITH_OUT])
+def test_a_result_is_had_in_any_type(call, shapes, after):
     """Of random typings of operands; values on more devices are those of planned programs."""
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
-    f, (shapes, after) = eval(f"lambda out, x, y=None: {call}", {"explicit": explicit}), WITH_OUT[call]
+    f = eval(f"lambda out, x, y=None: {call}", {"explicit": explicit})
     for _ in range(3):
         whole = [torch.randn(s, generator=generator) if isinstance(s, tuple) else s for s in shapes]
         for mesh in (ONE, MESH):

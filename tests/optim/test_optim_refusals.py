@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from refused import evaluated, refused
+from refused import evaluated, read_table, refused
 
 from scaling import optim, tree
 from scaling.mesh import Mesh
@@ -59,28 +59,33 @@ SCALED = optim.loss_scaled(SGD())
 CLIP = partial(optim.clip_by_global_norm, {"w": W}, {"w": "w[D, F]"}, ONE, max_norm=1.0)
 LOSS_SCALED = partial(optim.loss_scaled, SGD())
 NO_RATE = (INF, NAN, -0.1, True, "1", None, 1j, torch.ones(4))
-OPTIONS = [  # what makes it, an option, and what it is not: the error names the option
-    (SGD, "lr", NO_RATE),
-    (SGD, "momentum", (INF, -1)),
-    (partial(SGD, momentum=0.9), "nesterov", ("no",)),
-    (SGD, "nesterov", (True,)),  # which needs a momentum
-    (ADAMW, "weight_decay", (INF,)),
-    (ADAMW, "eps", (INF, -1e-8)),
-    (ADAMW, "betas", (0.9, (0.9,), (0.9, 1.0), (1.0, 0.9))),
-    (ADAMW, "master", ("no",)),
-    (MUON, "form", ("all",)),
-    (MUON, "scale", ("rms",)),
-    (MUON, "weight_decay", (-1,)),
-    (MUON, "nesterov", ("no",)),
-    (partial(optim.clip, max_norm=1.0), "max_norm", (-1.0, NAN)),
-    (CLIP, "max_norm", (-1.0, NAN, "1")),
-    (CLIP, "eps", (-9.0,)),
-    (LOSS_SCALED, "first", (INF,)),
-    (LOSS_SCALED, "interval", (1.5, 0)),
-    (partial(updated, SCALED), "finite", ("no", None, W)),
-    (lambda mask: updated(ADAMW(mask=mask)), "mask", (*({"w": m, "b": True} for m in ("no", 2, W, None)), {"w": True})),
-    (lambda lr: updated(ADAMW(lr=lambda _: lr)), "lr", NO_RATE),
-]
+MASKS = *({"w": m, "b": True} for m in ("no", 2, W, None)), {"w": True}
+# the error names the option
+TABLE = """
+what makes it                                  option        what it is not
+SGD                                            lr            NO_RATE
+SGD                                            momentum      (INF, -1)
+partial(SGD, momentum=0.9)                     nesterov      ("no",)
+# which needs a momentum
+SGD                                            nesterov      (True,)
+ADAMW                                          weight_decay  (INF,)
+ADAMW                                          eps           (INF, -1e-8)
+ADAMW                                          betas         (0.9, (0.9,), (0.9, 1.0), (1.0, 0.9))
+ADAMW                                          master        ("no",)
+MUON                                           form          ("all",)
+MUON                                           scale         ("rms",)
+MUON                                           weight_decay  (-1,)
+MUON                                           nesterov      ("no",)
+partial(optim.clip, max_norm=1.0)              max_norm      (-1.0, NAN)
+CLIP                                           max_norm      (-1.0, NAN, "1")
+CLIP                                           eps           (-9.0,)
+LOSS_SCALED                                    first         (INF,)
+LOSS_SCALED                                    interval      (1.5, 0)
+partial(updated, SCALED)                       finite        ("no", None, W)
+lambda mask: updated(ADAMW(mask=mask))         mask          MASKS
+lambda lr: updated(ADAMW(lr=lambda _: lr))     lr            NO_RATE
+"""
+OPTIONS = read_table(TABLE, globals(), ("option",))
 ORDER = "one optimizer, which comes last"
 ILLEGAL = {  # a call: words of its error
     "updated(SGD(lr=lambda step: 0.1 - step), state=lambda _: {'step': torch.tensor(1)})": "zero or more",

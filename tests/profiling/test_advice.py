@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from machine import once
+from refused import read_table
 
 from scaling.collectives import all_gather, all_reduce, einsum, wait
 from scaling.collectives.op import key_of
@@ -43,35 +44,36 @@ def gather(ms, key, **fields):
     return moved("AllGather", ms, key=(key,), **fields)
 
 
-SHORT = product(5, dtype="bfloat16")
+SHORT, LONG = (product(ms, dtype="bfloat16") for ms in (5, 500))
+REDUCED = moved("AllReduce", 5, **WHOLE)
+WIDENED = moved("AllReduce", 5, **WHOLE, dtype="float32")
+TABLE = """
+rows                                                                  found                             options
+# behind the 7 ms of products since the one before it, of its own 10: the first one has nothing before it
+[gather(10, 0), product(7), gather(10, 1), product(3)]                {"prefetch": 7}
+[product(7), gather(10, 0, async_op=True), product(3)]                {}
+# a line made it
+[product(7), gather(10, 0, before="P'"), product(3)]                  {}
+[product(5), gather(4, 1, before="P'"), gather(6, 1, before="P'")]    {"twice": 6}
+[product(5), gather(4, 1, before="P'"), gather(6, 2, before="P'")]    {}
+[SHORT, moved("AllReduce", 8, **WIDE)]                                {"wire": 4}
+[product(5), moved("AllReduce", 8, **WIDE)]                           {}
+[product(5), *[moved("AllReduce", 1, nbytes=4096)] * 10]              {"buckets": 9}
+[product(5), *[moved("AllReduce", 1, nbytes=4096)] * 3]               {}
+[product(5), *[moved("AllReduce", 1, nbytes=2**22)] * 10]             {}
+[product(5), moved("Send", 6, peers=(1,))]                            {"send": 6}
+[product(5), moved("Send", 6, peers=(1,), async_op=True)]             {}
+# 12 ms after gradients are reduced, on four ranks: three quarters of it
+[product(5), REDUCED]                                                 {"replicated": 9}                 ranks=4, tail=12
+[product(5), REDUCED]                                                 {}                                ranks=4
+# the largest gain stands first, and small ones are left out
+[SHORT, WIDENED]                                                      {"replicated": 6, "wire": 2.5}    tail=12
+[LONG, WIDENED]                                                       {"replicated": 6}                 tail=12
+"""
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "found"),
-    [
-        # behind the 7 ms of products since the one before it, of its own 10: the first one has nothing before it
-        ([gather(10, 0), product(7), gather(10, 1), product(3)], {}, {"prefetch": 7}),
-        ([product(7), gather(10, 0, async_op=True), product(3)], {}, {}),
-        ([product(7), gather(10, 0, before="P'"), product(3)], {}, {}),  # a line made it
-        ([product(5), gather(4, 1, before="P'"), gather(6, 1, before="P'")], {}, {"twice": 6}),
-        ([product(5), gather(4, 1, before="P'"), gather(6, 2, before="P'")], {}, {}),
-        ([SHORT, moved("AllReduce", 8, **WIDE)], {}, {"wire": 4}),
-        ([product(5), moved("AllReduce", 8, **WIDE)], {}, {}),
-        ([product(5), *[moved("AllReduce", 1, nbytes=4096)] * 10], {}, {"buckets": 9}),
-        ([product(5), *[moved("AllReduce", 1, nbytes=4096)] * 3], {}, {}),
-        ([product(5), *[moved("AllReduce", 1, nbytes=2**22)] * 10], {}, {}),
-        ([product(5), moved("Send", 6, peers=(1,))], {}, {"send": 6}),
-        ([product(5), moved("Send", 6, peers=(1,), async_op=True)], {}, {}),
-        # 12 ms after gradients are reduced, on four ranks: three quarters of it
-        ([product(5), moved("AllReduce", 5, **WHOLE)], {"ranks": 4, "tail": 12}, {"replicated": 9}),
-        ([product(5), moved("AllReduce", 5, **WHOLE)], {"ranks": 4}, {}),
-        # the largest gain stands first, and small ones are left out
-        ([SHORT, moved("AllReduce", 5, **WHOLE, dtype="float32")], {"tail": 12}, {"replicated": 6, "wire": 2.5}),
-        ([product(500, dtype="bfloat16"), moved("AllReduce", 5, **WHOLE, dtype="float32")], {"tail": 12},
-         {"replicated": 6}),
-    ],
-)  # fmt: skip
-def test_each_waste_is_found_and_priced(rows, options, found):
+@pytest.mark.parametrize(("rows", "found", "options"), read_table(TABLE, globals()))
+def test_each_waste_is_found_and_priced(rows, found, options):
     made = timelines(*rows, **options)
     advice = of(made[:1] if rows[-1][1] == "Send" else made).suggestions()
     assert [(each.kind, each.gain) for each in advice] == [(kind, pytest.approx(ms * MS)) for kind, ms in found.items()]

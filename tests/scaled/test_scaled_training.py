@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from refused import evaluated, refused
+from refused import evaluated, read_table, refused
 
 from scaling import trace, tree
 from scaling.algebra import derive, matmul, reshard  # noqa: F401 - PLANNED names them
@@ -53,19 +53,32 @@ def far(found, wanted):
     return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
 
 
-TWO, STAGES, EXPERT = {"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"E": 2, "Y": 2}
+COLUMNS, FEW, MORE = (
+    "mesh  config  recipes\n",
+    """
+X=2,Y=2  BIASED   ("mxfp8",)
+X=2,Y=2  WIDE     ("nvfp4",)
+Z=2,X=2  WIDE     ("fp8-row", "fp8-128")
+E=2,Y=2  EXPERTS  ("fp8-row", "nvfp4")
+X=2,C=2  LATENTS  ("mxfp8",)
+C=2      LINEAR   ("nvfp4",)
+""",
+    """
+X=2,Y=2  LINEAR   tuple(RECIPES)
+X=2,Y=2  WIDE     ("fp8-row", "fp8-128")
+# nvfp4's one scale is that of a microbatch
+Z=2,X=2  BIASED   ("mxfp8",)
+X=2,E=2  GATED    tuple(RECIPES)
+E=2,Y=2  LATENTS  ("fp8-row", "nvfp4")
+Z=2,E=2  EXPERTS  ("fp8-128", "mxfp8")
+""",
+)
+FEW, MORE = (read_table(COLUMNS + rows.strip(), globals()) for rows in (FEW, MORE))
 
 
-@pytest.mark.parametrize(("mesh", "config", "recipes"), [
-    (TWO, BIASED, ("mxfp8",)), (TWO, WIDE, ("nvfp4",)), (STAGES, WIDE, ("fp8-row", "fp8-128")),
-    (EXPERT, EXPERTS, ("fp8-row", "nvfp4")), ({"X": 2, "C": 2}, LATENTS, ("mxfp8",)),
-    ({"C": 2}, LINEAR, ("nvfp4",)), pytest.param(TWO, LINEAR, tuple(RECIPES), marks=pytest.mark.sweep),
-    pytest.param(TWO, WIDE, ("fp8-row", "fp8-128"), marks=pytest.mark.sweep),
-    pytest.param(STAGES, BIASED, ("mxfp8",), marks=pytest.mark.sweep),  # nvfp4's one scale is that of a microbatch
-    pytest.param({"X": 2, "E": 2}, GATED, tuple(RECIPES), marks=pytest.mark.sweep),
-    pytest.param(EXPERT, LATENTS, ("fp8-row", "nvfp4"), marks=pytest.mark.sweep),
-    pytest.param({"Z": 2, "E": 2}, EXPERTS, ("fp8-128", "mxfp8"), marks=pytest.mark.sweep),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mesh", "config", "recipes"), [*FEW, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE)]
+)
 def test_on_a_mesh_as_on_one_device(mesh, config, recipes):
     for precision in recipes:
         options = {"microbatches": 2, "remat": "block"} if "Z" in mesh.sizes else {"remat": "matmuls"}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from refused import read_table
 
 from scaling.configs import get
 from scaling.trace.symbols import NotMonomial, Symbols
@@ -15,19 +16,25 @@ from scaling.train.step import count
 from scaling.train.structure import FEW
 
 DENSE, EXPERTS = get("llama3-8b"), get("mixtral-8x7b")
-KINDS = {
-    "dense": DENSE, "a head for each query": DENSE.with_(K=16, N=16), "tied": DENSE.with_(tied=True),
-    "a window": DENSE.with_(window=512), "windows": DENSE.with_(window=(512, None) * 16),
-    "caps": DENSE.with_(score_cap=50.0, logit_cap=30.0),
-    "few heads": DENSE.with_(K=2, N=16), "one head a rank": DENSE.with_(K=4, N=16), "experts": EXPERTS.with_(E=8, k=2),
-    "many experts": EXPERTS.with_(E=64, k=4), "a shared expert": EXPERTS.with_(E=16, k=2, shared=1, F_shared=1024),
-    "a dense layer first": EXPERTS.with_(E=8, k=2, dense_layers=1, F_dense=2048),
-    "dense layers between": EXPERTS.with_(E=8, k=2, dense_layers=tuple(range(1, 32, 2)), F_dense=2048),
-    "chunks": EXPERTS.with_(
-        E=8, k=1, shared=1, routing="inputs", window=(1024, 2048, None, 1024) * 8, chunked=True, unrotated=(2, 5),
-        qk_norm=True, qk_bare=True, query_growth=0.1,
-    ),
-}  # fmt: skip
+CHUNKS = EXPERTS.with_(E=8, k=1, shared=1, routing="inputs", window=(1024, 2048, None, 1024) * 8, chunked=True)
+TABLE = """
+what                   model
+dense                  DENSE
+a head for each query  DENSE.with_(K=16, N=16)
+tied                   DENSE.with_(tied=True)
+a window               DENSE.with_(window=512)
+windows                DENSE.with_(window=(512, None) * 16)
+caps                   DENSE.with_(score_cap=50.0, logit_cap=30.0)
+few heads              DENSE.with_(K=2, N=16)
+one head a rank        DENSE.with_(K=4, N=16)
+experts                EXPERTS.with_(E=8, k=2)
+many experts           EXPERTS.with_(E=64, k=4)
+a shared expert        EXPERTS.with_(E=16, k=2, shared=1, F_shared=1024)
+a dense layer first    EXPERTS.with_(E=8, k=2, dense_layers=1, F_dense=2048)
+dense layers between   EXPERTS.with_(E=8, k=2, dense_layers=tuple(range(1, 32, 2)), F_dense=2048)
+chunks                 CHUNKS.with_(unrotated=(2, 5), qk_norm=True, qk_bare=True, query_growth=0.1)
+"""
+KINDS = dict(read_table(TABLE, globals(), ("what",)))
 
 
 def drawn(kind: str, seed: int) -> tuple:
