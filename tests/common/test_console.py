@@ -27,6 +27,7 @@ from scaling.measure.network import main as network
 from scaling.plan.__main__ import main as plan
 from scaling.plan.guide import main as guide
 from scaling.show import main as show
+from scaling.show.timelines import main as schedule
 from scaling.train.command import main as train
 from scaling.train.flight import main as flight
 
@@ -36,8 +37,8 @@ BAD = {  # (command, arguments): words of the last line
     (show, "--mesh", f"X={NINES}"): "cannot read 'X=999",
     (show, "--mesh", "X=100000,Y=100000"): "a mesh of 10,000,000,000 devices is not drawn, at most 4,096 are",
     (show, "A[I]", "--sizes", "I=4,I=8"): "--sizes I=4,I=8: dim I is given twice",
-    (show, "schedule", "1f1b", "--stages", "2000", "--microbatches", "8000"): "16,000,000 forward passes are not drawn",
-    (show, "schedule", "1f1b", "--stages", "0"): "'0' is not a whole number from 1 to",
+    (schedule, "1f1b", "--stages", "2000", "--microbatches", "8000"): "16,000,000 forward passes are not drawn",
+    (schedule, "1f1b", "--stages", "0"): "'0' is not a whole number from 1 to",
     (plan, *PLAN[:-1], "1e400"): "'1e400' is not a number",
     (plan, *PLAN[:-1], NINES): "(5,000 characters)' is not a number",
     (plan, *PLAN, "--top", NINES): "(5,000 characters)' is not a whole number",

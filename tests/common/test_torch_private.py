@@ -24,7 +24,7 @@ PRIVATE = re.compile(  # torch.__version__ is public
 def test_private_names_of_torch_are_in_one_file():
     root = Path(scaling.__file__).parent
     found = {file for file in root.rglob("*.py") if PRIVATE.search(file.read_text(encoding="utf-8"))}
-    strided = root / "spec" / "placements.py"  # _StridedShard: types have no torch at import
+    strided = root / "spec" / "types.py"  # _StridedShard: types have no torch at import
     assert found == {root / "common" / "torch_private.py", strided}
 
 
