@@ -40,6 +40,11 @@ def by_words(calls: dict) -> dict:
     return {words: (call, words) for words, call in calls.items()}
 
 
-def evaluated(calls: dict, names: dict) -> dict:
-    """A table of {a call as it is written: words of its error}, in a module's names."""
+def evaluated(calls: dict | str, names: dict) -> dict:
+    """A table of {a call as it is written: words of its error}, in a module's names; or such a table as text, in which
+    words that are too long for their line stand below it, indented, and \\n is a line break."""
+    if isinstance(calls, str):
+        rows = [line for line in calls.replace("\n    ", "  ").strip().split("\n")[1:] if not line.startswith("#")]
+        cells = (re.split("  +", row, maxsplit=1) for row in rows)
+        calls = {call: "".join(words).replace("\\n", "\n") for call, *words in cells}
     return {call: (partial(eval, call, names), words) for call, words in calls.items()}

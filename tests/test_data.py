@@ -71,13 +71,16 @@ def test_the_text_is_pythons_own_source_or_a_file_of_ones_own(tmp_path):
     assert [len(part) for part in data.split(TEXT)] == [90, 10]
 
 
-REFUSED = {
-    "data.load_text('missing.txt')": "no text at 'missing.txt'", "data.load_text(__file__, 0)": "holds no text",
-    "data.split(TEXT, 1.0)": "valid_fraction", "data.split(TEXT, 0.0)": "valid_fraction",
-    "data.batches(TEXT[:3], K, 1)": "a text of 3 bytes has no context of k=3",
-    "data.batches(TEXT[:9], 0, 1)": "a text of 9 bytes has no context of k=0",
-    "data.batches(TEXT, K, 98)": "a batch of 98 rows cannot be drawn from 97",
-    "epoch_of(AbstractMesh({'X': 3}))": "B of size 8 does not divide into 3 blocks",
-    "epoch_of(AbstractMesh({'Y': 2}))": "unknown mesh axis X",
-}  # fmt: skip
+REFUSED = """
+call                              words of its error
+data.load_text('missing.txt')     no text at 'missing.txt'
+data.load_text(__file__, 0)       holds no text
+data.split(TEXT, 1.0)             valid_fraction
+data.split(TEXT, 0.0)             valid_fraction
+data.batches(TEXT[:3], K, 1)      a text of 3 bytes has no context of k=3
+data.batches(TEXT[:9], 0, 1)      a text of 9 bytes has no context of k=0
+data.batches(TEXT, K, 98)         a batch of 98 rows cannot be drawn from 97
+epoch_of(AbstractMesh({'X': 3}))  B of size 8 does not divide into 3 blocks
+epoch_of(AbstractMesh({'Y': 2}))  unknown mesh axis X
+"""
 test_refused = refused(evaluated(REFUSED, globals()))

@@ -24,10 +24,12 @@ def placed(placement):
     return Spec.from_placements((placement, Replicate()), MESH, ("I", "J"))
 
 
-NOT_SAID_BY_DTENSOR = {
-    "parse('A[I_Z]').placements(MESH)": "unknown mesh axis",
-    "placed(Partial('max'))": "only Shard of one of the 2 dims", "placed(Shard(5))": "only Shard of one of the 2 dims",
-}  # fmt: skip
+NOT_SAID_BY_DTENSOR = """
+call                              words of its error
+parse('A[I_Z]').placements(MESH)  unknown mesh axis
+placed(Partial('max'))            only Shard of one of the 2 dims
+placed(Shard(5))                  only Shard of one of the 2 dims
+"""
 test_what_dtensor_cannot_say = refused(evaluated(NOT_SAID_BY_DTENSOR, globals()), ShardingError)
 
 

@@ -249,12 +249,13 @@ def test_what_a_forward_moves(line):
     assert found == entries(MOVES[line])
 
 
-REFUSED = {
-    "derive('In[B, D] -> Out[B, D]')": "two operands",
-    "derive('In[B, D] * In[D, F] -> Out[B, F]')": "name of its own",
-    "derive('In[B, D] * W[D, F] -> Out[B, G]')": "in no operand",
-    "derive('In[B, D] * W[E, F] * V[F, D] -> Out[B, D]')": "no dim to contract",
-    "derive('In[B, D] *_D W[D, F] *_D V[F, D] -> Out[B, F]')": "meets no other",
-    "derive(FSDP_TP, keep_gathered=['Wout'])": "not an operand",
-}
+REFUSED = """
+call                                                     words of its error
+derive('In[B, D] -> Out[B, D]')                          two operands
+derive('In[B, D] * In[D, F] -> Out[B, F]')               name of its own
+derive('In[B, D] * W[D, F] -> Out[B, G]')                in no operand
+derive('In[B, D] * W[E, F] * V[F, D] -> Out[B, D]')      no dim to contract
+derive('In[B, D] *_D W[D, F] *_D V[F, D] -> Out[B, F]')  meets no other
+derive(FSDP_TP, keep_gathered=['Wout'])                  not an operand
+"""
 test_refused = refused(evaluated(REFUSED, globals()), ShardingError)

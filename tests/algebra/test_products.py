@@ -17,11 +17,12 @@ from scaling.cost.collectives import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError, parse
 
-REFUSED = {
-    "matmul('A[I, J]', 'B[J, K]', 'C[I, L]')": "is in no operand",
-    "matmul('A[I, J]', 'B[J, K]', 'C[I, K]', {'I': 2, 'J': 2})": "has no size",
-    "matmul('A[I_X, J]', 'B[J, K]', 'C[I, K]', {'I': 3, 'J': 2, 'K': 2}, {'X': 2})": "does not divide",
-}
+REFUSED = """
+call                                                       words of its error
+matmul('A[I, J]', 'B[J, K]', 'C[I, L]')                    is in no operand
+matmul('A[I, J]', 'B[J, K]', 'C[I, K]', {'I': 2, 'J': 2})  has no size
+matmul('A[I_X, J]', 'B[J, K]', 'C[I, K]', {'I': 3, 'J': 2, 'K': 2}, {'X': 2})  does not divide
+"""
 test_refused = refused(evaluated(REFUSED, globals()), ShardingError)
 
 

@@ -79,11 +79,12 @@ def test_by_time_links_that_idle_are_used_and_one_allgather_takes_those_of_both_
     assert sum(map(over_links, idle.steps)) == pytest.approx(11.65e-6, rel=1e-3)
 
 
-REFUSED = {
-    "reshard('A[I, J]', 'A[J, I]')": "keeps the dims",
-    "reshard('A[I_Z]', 'A[I]', mesh={'X': 2})": "unknown mesh axis Z",
-    "reshard('A[J]', 'A[J_X]', {'J': 2}, {'X': 4})": "does not divide",
-}
+REFUSED = """
+call                                           words of its error
+reshard('A[I, J]', 'A[J, I]')                  keeps the dims
+reshard('A[I_Z]', 'A[I]', mesh={'X': 2})       unknown mesh axis Z
+reshard('A[J]', 'A[J_X]', {'J': 2}, {'X': 4})  does not divide
+"""
 test_refused = refused(evaluated(REFUSED, globals()), ShardingError)
 
 

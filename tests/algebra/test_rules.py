@@ -175,28 +175,25 @@ def test_illegal_products_are_refused_with_the_case(line):
 
 
 MESH = AbstractMesh({"X": 4, "Y": 2})
-MISUSED = {
-    "c.all_gather('A[I_Z] -> A[I]', meta(2), MESH)": "unknown mesh axis Z: the mesh has X=4, Y=2",
-    "c.send('A[I]', meta(2), MESH, 'X', 0)": "must be another one of 0..3",
-    "c.recv('A[I]', meta(2), MESH, 'X', 4)": "must be another one of 0..3",
-    "c.ppermute('A[I]', meta(2), MESH, 'X', [(0, 1), (2, 1)])": (
-        "rule: sources are distinct, targets are distinct, and all lie in 0..3"
-    ),
-    "c.ppermute('A[I]', meta(2), MESH, 'Y', [(0, 2)])": "all lie in 0..1",
-    "c.broadcast('A[I] {U_X} -> A[I]', meta(2), MESH, root=4)": "root 4 is not in 0..3",
-    "c.reduce_scatter('A[I] {U_X} -> A[I_X]', meta(6), MESH)": (
-        "dim I of this shard has size 6, which does not divide into 4 blocks over X"
-    ),
-    "c.all_to_all('A[I_X, J] -> A[I, J_X]', meta(2, 6), MESH)": "dim J of this shard",
-    "c.all_gather('A[I_X] -> A[I]', torch.ones(2), MESH)": (
-        "the operand is on cpu\n  fix: give it tensors on the meta device"
-    ),
-    "c.all_gather(meta(2), 'A[I_X] -> A[I]', MESH)": "written as a string",
-    "c.einsum('A[I, J] * B[J, K] -> C[I, K]', meta(2, 3), meta(6, 4))": (
-        "shards of shapes [(2, 3), (6, 4)]: they differ in the size of dim J"
-    ),
-    "c.einsum('A[I, J] * B[J, K] -> C[I, K]', meta(2, 3))": "shapes [(2, 3)]",
-    "c.einsum('A[I, J] -> C[I]', meta(2, 3), meta(2))": "shapes [(2, 3), (2,)]",
-    "matmul('A[I, J]', 'B[J, K]', cost=len)": "without a result the rules decide, not a cost",
-}
+MISUSED = r"""
+call                                                      words of its error
+c.all_gather('A[I_Z] -> A[I]', meta(2), MESH)             unknown mesh axis Z: the mesh has X=4, Y=2
+c.send('A[I]', meta(2), MESH, 'X', 0)                     must be another one of 0..3
+c.recv('A[I]', meta(2), MESH, 'X', 4)                     must be another one of 0..3
+c.ppermute('A[I]', meta(2), MESH, 'X', [(0, 1), (2, 1)])
+    rule: sources are distinct, targets are distinct, and all lie in 0..3
+c.ppermute('A[I]', meta(2), MESH, 'Y', [(0, 2)])          all lie in 0..1
+c.broadcast('A[I] {U_X} -> A[I]', meta(2), MESH, root=4)  root 4 is not in 0..3
+c.reduce_scatter('A[I] {U_X} -> A[I_X]', meta(6), MESH)
+    dim I of this shard has size 6, which does not divide into 4 blocks over X
+c.all_to_all('A[I_X, J] -> A[I, J_X]', meta(2, 6), MESH)  dim J of this shard
+c.all_gather('A[I_X] -> A[I]', torch.ones(2), MESH)
+    the operand is on cpu\n  fix: give it tensors on the meta device
+c.all_gather(meta(2), 'A[I_X] -> A[I]', MESH)             written as a string
+c.einsum('A[I, J] * B[J, K] -> C[I, K]', meta(2, 3), meta(6, 4))
+    shards of shapes [(2, 3), (6, 4)]: they differ in the size of dim J
+c.einsum('A[I, J] * B[J, K] -> C[I, K]', meta(2, 3))      shapes [(2, 3)]
+c.einsum('A[I, J] -> C[I]', meta(2, 3), meta(2))          shapes [(2, 3), (2,)]
+matmul('A[I, J]', 'B[J, K]', cost=len)                    without a result the rules decide, not a cost
+"""
 test_misuse_is_refused_before_anything_is_sent = refused(evaluated(MISUSED, globals()), ShardingError, "")

@@ -34,98 +34,135 @@ def donated(x):
     return c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, ONE, donate=True)
 
 
-test_operands = refused(evaluated({
-    "c.all_gather('A[2, I_X] -> A[2, I]', ones(3, 1), ONE)": "dim 2 of this shard",
-    "c.all_gather('A[8_X] -> A[8]', meta(8), ABSTRACT)": "dim 8 of this shard has size 8, not 4",
-    "c.ppermute('A[2, I]', ones(3, 1), ONE, 'X', [])": "has size 3, not 2",
-    "c.ppermute('A[I_Q] -> A[I]', ones(3), ONE, 'X', [])": "unknown mesh axis Q",
-    "c.send('A[I_Z]', meta(4), ABSTRACT, 'X', 1)": "unknown mesh axis Z",
-    "c.shard('A[3_X]', meta(3), ABSTRACT)": "which does not divide into 2 blocks over X",
-    "c.shard('A[I, J]', X, ONE)": "its type has 2 dims",
-    "c.all_gather(GATHER, meta(2, 2), ONE)": "the operand is on meta",
-    "c.all_reduce(SUM, ones(2).numpy(), ONE)": "numpy.ndarray",
-    "c.all_gather(GATHER, ones(2, 2).to_sparse(), ONE)": "fix: give it as .to_dense()",
-    "c.send('A[I]', ones(2, requires_grad=True), Mesh({'X': 1}), 'X', 1)":
-        "not differentiable, since its transpose lies on another rank",
-    "c.reshard('A[I] -> A[I_X]', meta(3, 4), ABSTRACT)": "its type has 1 dims",
-    "c.reshard('A[I] * B[I] -> A[I]', meta(3, 4), ABSTRACT)": "has one operand",
-    "c.run(matmul('A[I, J]', 'B[J, K]'), meta(3, 4), ABSTRACT)": "1 shards for 2 operands",
-    "c.reshard('A[I, J] -> A[I_X, J]', meta(3, 4), ABSTRACT)": "does not divide",
-}, globals()))  # fmt: skip
+test_operands = refused(
+    evaluated(
+        """
+call                                                       words of its error
+c.all_gather('A[2, I_X] -> A[2, I]', ones(3, 1), ONE)      dim 2 of this shard
+c.all_gather('A[8_X] -> A[8]', meta(8), ABSTRACT)          dim 8 of this shard has size 8, not 4
+c.ppermute('A[2, I]', ones(3, 1), ONE, 'X', [])            has size 3, not 2
+c.ppermute('A[I_Q] -> A[I]', ones(3), ONE, 'X', [])        unknown mesh axis Q
+c.send('A[I_Z]', meta(4), ABSTRACT, 'X', 1)                unknown mesh axis Z
+c.shard('A[3_X]', meta(3), ABSTRACT)                       which does not divide into 2 blocks over X
+c.shard('A[I, J]', X, ONE)                                 its type has 2 dims
+c.all_gather(GATHER, meta(2, 2), ONE)                      the operand is on meta
+c.all_reduce(SUM, ones(2).numpy(), ONE)                    numpy.ndarray
+c.all_gather(GATHER, ones(2, 2).to_sparse(), ONE)          fix: give it as .to_dense()
+c.send('A[I]', ones(2, requires_grad=True), Mesh({'X': 1}), 'X', 1)
+    not differentiable, since its transpose lies on another rank
+c.reshard('A[I] -> A[I_X]', meta(3, 4), ABSTRACT)          its type has 1 dims
+c.reshard('A[I] * B[I] -> A[I]', meta(3, 4), ABSTRACT)     has one operand
+c.run(matmul('A[I, J]', 'B[J, K]'), meta(3, 4), ABSTRACT)  1 shards for 2 operands
+c.reshard('A[I, J] -> A[I_X, J]', meta(3, 4), ABSTRACT)    does not divide
+""",
+        globals(),
+    )
+)
 
-test_products = refused(evaluated({
-    "product(ones(3, 1), ones(1, 1), 'A[2, J] * B[J, K] -> C[2, K]')": "dim 2 says its own size",
-    "product(ones(2, 2), meta(2, 2))": "meta device", "product(ones(2, 2).numpy(), ones(2, 2))": "torch.as_tensor",
-    "product(None, None)": "do not have the dims of their types",
-    "product(ones(2, 2), ones(3, 2), defer=True)": "they differ in the size of dim J",
-    "product(ones(2, 2), ones(2, 2).double())":
-        "the operands, torch.float32 on cpu and torch.float64 on cpu, have one dtype",
-    "product(ones(2, 2).bool(), ones(2, 2).bool())": "of torch.bool it has none",
-    "product(ones(2, 2).to(torch.float8_e4m3fn), None, 'A[I, J] -> C[I]')":
-        "an operand is torch.float8_e4m3fn, without its scales",
-    "product(ones(2, 2), ones(2, 2), add=True)": "fix: give out=",
-    "product(ones(2, 2, requires_grad=True), ones(2, 2), out=ones(2, 2))": "fix: leave out= away",
-    "product(ones(2, 5), ones(5, 2).to_sparse(), 'A[L, J] * B[J, K] -> C[J, K, L]')":
-        "fix: give them as .to_dense()",  # of which torch gets the sum over a batch wrong
-    "product(ones(3, 3), ones(3, 3), 'A[I, J_X] * B[J, K] -> C[I, K]')": "case 2",
-    "product(ones(3, 3), ones(3, 3), 'A[I, J_X] * B[J_X, K] -> C[I, K]', defer=True)": "case 3",
-}, globals()))  # fmt: skip
+test_products = refused(
+    evaluated(
+        """
+call                                                             words of its error
+product(ones(3, 1), ones(1, 1), 'A[2, J] * B[J, K] -> C[2, K]')  dim 2 says its own size
+product(ones(2, 2), meta(2, 2))                meta device
+product(ones(2, 2).numpy(), ones(2, 2))        torch.as_tensor
+product(None, None)                            do not have the dims of their types
+product(ones(2, 2), ones(3, 2), defer=True)    they differ in the size of dim J
+product(ones(2, 2), ones(2, 2).double())
+    the operands, torch.float32 on cpu and torch.float64 on cpu, have one dtype
+product(ones(2, 2).bool(), ones(2, 2).bool())  of torch.bool it has none
+product(ones(2, 2).to(torch.float8_e4m3fn), None, 'A[I, J] -> C[I]')
+    an operand is torch.float8_e4m3fn, without its scales
+product(ones(2, 2), ones(2, 2), add=True)      fix: give out=
+product(ones(2, 2, requires_grad=True), ones(2, 2), out=ones(2, 2))  fix: leave out= away
+# of which torch gets the sum over a batch wrong
+product(ones(2, 5), ones(5, 2).to_sparse(), 'A[L, J] * B[J, K] -> C[J, K, L]')  fix: give them as .to_dense()
+product(ones(3, 3), ones(3, 3), 'A[I, J_X] * B[J, K] -> C[I, K]')  case 2
+product(ones(3, 3), ones(3, 3), 'A[I, J_X] * B[J_X, K] -> C[I, K]', defer=True)  case 3
+""",
+        globals(),
+    )
+)
 
-test_reductions = refused(evaluated({
-    "c.all_reduce(SUM, meta(4), ABSTRACT, op='avg')": "one of sum, mean, max, min",
-    "c.all_reduce(SUM, meta(4, dtype=torch.int32), ABSTRACT, op='mean')": "a mean has fractions",
-    "c.all_reduce(SUM, ones(4, dtype=torch.complex64), ONE, op='max')": "the max of torch.complex64",
-    "c.all_reduce(SUM, meta(4, dtype=torch.int16), ABSTRACT)": "the sum of torch.int16",
-    "c.broadcast(SUM, ones(4).to(torch.float8_e4m3fn), ONE)": "fix: convert it",
-    "donated(X[0, :1, :3].expand(2, 3))": "the donated operand has shape (2, 3) and strides (0, 1)",
-    "donated(torch.complex(X[0], X[0]).conj())": "the donated operand is a view that conjugates or negates",
-    "donated(torch.complex(X[0], X[0]).conj().imag)": "give it as .resolve_conj().resolve_neg()",
-    "donated(ones(2, 3, requires_grad=True))": "the donated operand requires a gradient",
-}, globals()))  # fmt: skip
+test_reductions = refused(
+    evaluated(
+        """
+call                                                     words of its error
+c.all_reduce(SUM, meta(4), ABSTRACT, op='avg')           one of sum, mean, max, min
+c.all_reduce(SUM, meta(4, dtype=torch.int32), ABSTRACT, op='mean')  a mean has fractions
+c.all_reduce(SUM, ones(4, dtype=torch.complex64), ONE, op='max')  the max of torch.complex64
+c.all_reduce(SUM, meta(4, dtype=torch.int16), ABSTRACT)  the sum of torch.int16
+c.broadcast(SUM, ones(4).to(torch.float8_e4m3fn), ONE)   fix: convert it
+donated(X[0, :1, :3].expand(2, 3))                       the donated operand has shape (2, 3) and strides (0, 1)
+donated(torch.complex(X[0], X[0]).conj())                the donated operand is a view that conjugates or negates
+donated(torch.complex(X[0], X[0]).conj().imag)           give it as .resolve_conj().resolve_neg()
+donated(ones(2, 3, requires_grad=True))                  the donated operand requires a gradient
+""",
+        globals(),
+    )
+)
 
-test_masks = refused(evaluated({
-    "c.masked(MASKED, X, None, ONE)": "both are dense tensors",
-    "c.masked(MASKED, X.to_sparse(), MASK, ONE)": "both are dense tensors",
-    "c.masked(MASKED, X, MASK[0], ONE)": "a mask is bool, and has the operand's first dims",
-    "c.masked(MASKED, X, MASK.to('meta'), ONE)": "the mask is torch.bool [2, 3] on meta",
-    "c.masked(MASKED, X, MASK.float(), ONE)": "the mask is torch.float32",
-    "c.masked(MASKED, X, MASK[:1], ONE)": "the mask is torch.bool [1, 3]",
-    "c.masked('m[B, T] {U_Y}', MASK, MASK, ONE)": "partial sums are of numbers",
-    "c.masked('x[9, T, D] {U_Y}', X, MASK, ONE)": "says those that are numbers",
-    "c.masked('x[B, T, D]', X, MASK, ONE)": "a mask makes partial sums",
-    "c.masked('x[B, T, D] -> x[B, T, D] {U_X}', X, MASK, ONE)": "a mask makes partial sums",
-    "c.masked('x[B, T, D] {U_Z}', X, MASK, ONE)": "unknown mesh axis Z",
-}, globals()))  # fmt: skip
+test_masks = refused(
+    evaluated(
+        """
+call                                                      words of its error
+c.masked(MASKED, X, None, ONE)                            both are dense tensors
+c.masked(MASKED, X.to_sparse(), MASK, ONE)                both are dense tensors
+c.masked(MASKED, X, MASK[0], ONE)                         a mask is bool, and has the operand's first dims
+c.masked(MASKED, X, MASK.to('meta'), ONE)                 the mask is torch.bool [2, 3] on meta
+c.masked(MASKED, X, MASK.float(), ONE)                    the mask is torch.float32
+c.masked(MASKED, X, MASK[:1], ONE)                        the mask is torch.bool [1, 3]
+c.masked('m[B, T] {U_Y}', MASK, MASK, ONE)                partial sums are of numbers
+c.masked('x[9, T, D] {U_Y}', X, MASK, ONE)                says those that are numbers
+c.masked('x[B, T, D]', X, MASK, ONE)                      a mask makes partial sums
+c.masked('x[B, T, D] -> x[B, T, D] {U_X}', X, MASK, ONE)  a mask makes partial sums
+c.masked('x[B, T, D] {U_Z}', X, MASK, ONE)                unknown mesh axis Z
+""",
+        globals(),
+    )
+)
 
-test_moved_rows = refused(evaluated({
-    "c.ragged_all_to_all(RAGGED, ROWS, (5,), (3,), ONE)":  # it keeps other rows
-        "5 rows cannot be sent as (5,) and received as (3,)",
-    "c.ragged_all_to_all(RAGGED, ROWS, (5,), (-5,), ONE)": "5 rows cannot be sent as (5,) and received as (-5,)",
-    "c.ragged_all_to_all(RAGGED, meta(4, 3), (4,), (2, 2), ABSTRACT)": "4 rows cannot be sent as (4,) and received",
-    "c.ragged_all_to_all(RAGGED, meta(4, 3), (2, 1), (2, 2), ABSTRACT)": "4 rows cannot be sent as (2, 1) and received",
-    "c.ragged_all_to_all(RAGGED, ROWS, [5.0], [5], ONE)": "sends = [5.0]: must be whole numbers",
-    "c.ragged_all_to_all(RAGGED, ROWS, None, None, ONE)": "sends = None: must be whole numbers",
-    "c.ragged_all_to_all(RAGGED, ROWS[:, 0], [5], [5], ONE)": "dims up to R are one",
-    "c.ragged_all_to_all(RAGGED.replace('E_X', 'E'), meta(4, 3), (2, 2), (2, 2), ABSTRACT)": "rule: AllToAll takes",
-    "c.ragged_all_to_all(RAGGED.replace('X', 'Z'), meta(4, 3), (2, 2), (2, 2), ABSTRACT)": "unknown mesh axis Z",
-    "c.transfer('A[I_X] {U_Y} -> A[I_X]', X[0, 0], ONE, ONE)": "partial sums stay on their mesh",
-    "c.transfer('A[I_X] -> A[J_X]', X[0, 0], ONE, ONE)": "of the same dims in the same order",
-    "c.transfer('A[I_Z] -> A[I_X]', X[0, 0], ONE, ONE)": "unknown mesh axis Z",
-    "c.transfer('A[I_X] -> A[I_Z]', X[0, 0], ONE, ONE)": "unknown mesh axis Z",
-    "c.transfer(TRANSFER, X[0, 0], ONE, ONE, into=(-1,))": "into has a size of at least 0",
-    "c.transfer(TRANSFER, X[0, 0], ONE, ONE, into=6)": "into has a size of at least 0",
-    "c.transfer(TRANSFER, X[0, 0], ONE, ONE, into=(3, 2))": "into has a size of at least 0",
-    "c.transfer(TRANSFER, X[0, 0], ONE, ONE, below=(2.5,))": "below has a size of at least 0",
-    "c.ppermute('A[I_X]', X[0, 0], ONE, 'X', [(0.9, 0)])": "a permutation is pairs of whole numbers",
-    "c.ppermute('A[I_X]', X[0, 0], ONE, 'X', [(0,)])": "a permutation is pairs of whole numbers",
-    "c.ppermute('A[I_X]', X[0, 0], ONE, 'X', 3)": "a permutation is pairs of whole numbers",
-}, globals()))  # fmt: skip
+test_moved_rows = refused(
+    evaluated(
+        """
+call                                                     words of its error
+# it keeps other rows
+c.ragged_all_to_all(RAGGED, ROWS, (5,), (3,), ONE)       5 rows cannot be sent as (5,) and received as (3,)
+c.ragged_all_to_all(RAGGED, ROWS, (5,), (-5,), ONE)      5 rows cannot be sent as (5,) and received as (-5,)
+c.ragged_all_to_all(RAGGED, meta(4, 3), (4,), (2, 2), ABSTRACT)  4 rows cannot be sent as (4,) and received
+c.ragged_all_to_all(RAGGED, meta(4, 3), (2, 1), (2, 2), ABSTRACT)  4 rows cannot be sent as (2, 1) and received
+c.ragged_all_to_all(RAGGED, ROWS, [5.0], [5], ONE)       sends = [5.0]: must be whole numbers
+c.ragged_all_to_all(RAGGED, ROWS, None, None, ONE)       sends = None: must be whole numbers
+c.ragged_all_to_all(RAGGED, ROWS[:, 0], [5], [5], ONE)   dims up to R are one
+c.ragged_all_to_all(RAGGED.replace('E_X', 'E'), meta(4, 3), (2, 2), (2, 2), ABSTRACT)  rule: AllToAll takes
+c.ragged_all_to_all(RAGGED.replace('X', 'Z'), meta(4, 3), (2, 2), (2, 2), ABSTRACT)  unknown mesh axis Z
+c.transfer('A[I_X] {U_Y} -> A[I_X]', X[0, 0], ONE, ONE)  partial sums stay on their mesh
+c.transfer('A[I_X] -> A[J_X]', X[0, 0], ONE, ONE)        of the same dims in the same order
+c.transfer('A[I_Z] -> A[I_X]', X[0, 0], ONE, ONE)        unknown mesh axis Z
+c.transfer('A[I_X] -> A[I_Z]', X[0, 0], ONE, ONE)        unknown mesh axis Z
+c.transfer(TRANSFER, X[0, 0], ONE, ONE, into=(-1,))      into has a size of at least 0
+c.transfer(TRANSFER, X[0, 0], ONE, ONE, into=6)          into has a size of at least 0
+c.transfer(TRANSFER, X[0, 0], ONE, ONE, into=(3, 2))     into has a size of at least 0
+c.transfer(TRANSFER, X[0, 0], ONE, ONE, below=(2.5,))    below has a size of at least 0
+c.ppermute('A[I_X]', X[0, 0], ONE, 'X', [(0.9, 0)])      a permutation is pairs of whole numbers
+c.ppermute('A[I_X]', X[0, 0], ONE, 'X', [(0,)])          a permutation is pairs of whole numbers
+c.ppermute('A[I_X]', X[0, 0], ONE, 'X', 3)               a permutation is pairs of whole numbers
+""",
+        globals(),
+    )
+)
 
-test_rings = refused(evaluated({
-    "rings.all_gather(meta(4), ABSTRACT, 'X', ways=3)": "ways must be 1 or 2",
-    "rings.reduce_scatter(meta(5), ABSTRACT, 'X')": "does not divide into 2",
-    "rings.all_to_all(meta(3, 2), ABSTRACT, 'X')": "a chunk for each device",
-}, globals()))  # fmt: skip
+test_rings = refused(
+    evaluated(
+        """
+call                                              words of its error
+rings.all_gather(meta(4), ABSTRACT, 'X', ways=3)  ways must be 1 or 2
+rings.reduce_scatter(meta(5), ABSTRACT, 'X')      does not divide into 2
+rings.all_to_all(meta(3, 2), ABSTRACT, 'X')       a chunk for each device
+""",
+        globals(),
+    )
+)
 
 NOT_BY_NAME = "c.ppermute('A[I]', ROWS[0], ONE, 'X', [], True)", "c.send('A[I]', ROWS[0], ONE, 'X', 1, True)"
 test_options_are_given_by_name = refused(  # those of others: test_drawn.py

@@ -192,18 +192,20 @@ CALLS = [
     "traced(lambda x, y: x * y, None)(2.0)", "traced(lambda x, y: x, None)(None)",
     "traced(lambda x: None)()", "traced(lambda x: x, mesh={'X': 1})()",
 ]  # fmt: skip
-TYPES = {  # words of the error
-    "abstract((8, 3), '[8_X, 3_Y]')": "dim 3 of size 3 does not divide",
-    "abstract((8, 2), '[4_X, 2_Y]')": "says 4 where the array",
-    "abstract((8, 2), '[8_X]')": "1 dims",
-    "abstract((8, 2), 'float64[8_X, 2]')": "fix: convert it, x.to(torch.float64)",
-    "abstract((8, 2), '[8_Z, 2]')": "unknown mesh axis Z",
-    "X + torch.ones(8, 4)": "fix: explicit.array(x, type, mesh)",
-    "X + array(WHOLE, '[8, 4]', OTHER)": "the arrays are on two meshes",
-    "torch.rand_like(SQUARE)": "rand_like: not a function whose sharding is known",
-    "torch.kron(SQUARE, SQUARE)": "kron: not a function whose sharding is known",
-    "torch.where(SQUARE)": "where: not a function whose sharding is known",
-}
+# words of the error
+TYPES = """
+call                                 words of its error
+abstract((8, 3), '[8_X, 3_Y]')       dim 3 of size 3 does not divide
+abstract((8, 2), '[4_X, 2_Y]')       says 4 where the array
+abstract((8, 2), '[8_X]')            1 dims
+abstract((8, 2), 'float64[8_X, 2]')  fix: convert it, x.to(torch.float64)
+abstract((8, 2), '[8_Z, 2]')         unknown mesh axis Z
+X + torch.ones(8, 4)                 fix: explicit.array(x, type, mesh)
+X + array(WHOLE, '[8, 4]', OTHER)    the arrays are on two meshes
+torch.rand_like(SQUARE)              rand_like: not a function whose sharding is known
+torch.kron(SQUARE, SQUARE)           kron: not a function whose sharding is known
+torch.where(SQUARE)                  where: not a function whose sharding is known
+"""
 test_calls_without_a_result_are_refused = refused(evaluated(dict.fromkeys(CALLS, ""), globals()))
 test_types_that_do_not_fit_are_refused = refused(evaluated(TYPES, globals()), ShardingError)
 

@@ -194,17 +194,29 @@ def job(**other):
     return Job(**{"config": L8, "batch": BATCH} | other)
 
 
-REFUSED = {  # what is asked: what is said
-    "layout_of('pipe=0')": "pipe = 0", "Layout(data=2.0)": "data = 2.0", "layout_of('remat=some')": "remat = 'some'",
-    "layout_of('zero=2')": "zero = 2", "layout_of('fsdp=8')": "fsdp = 8 shards the params\n  fix: give zero=3",
-    "layout_of('schedule=gpipe')": "schedule = 'gpipe'", "job(batch=4e6)": "whole number",
-    "job(batch=1024)": "longer than the batch", "job(dtype='int4')": "dtype is 'int4'",
-    "job(overlap='half')": "overlap is 'half'", "job(headroom=1.5)": "headroom is 1.5",
-    "job(grad_bytes=-1)": "grad_bytes is -1", "Fixed((('seq', 2),))": "mesh axis = 'seq'",
-    "Fixed(remat='some')": "remat = 'some': one of None", "Fixed(zero=2)": "zero = 2: one of None",
-    "Fixed(reduce='late')": "reduce = 'late'", "Fixed((('tensor', 0),))": "tensor = 0",
-    "plans(Job(L8, 2**22), V5P, 8951)": "are not a slice", "plans(Job(L70, 2**20), H100, 0)": "at least 1",
-}  # fmt: skip
+# what is asked: what is said
+REFUSED = r"""
+call                              words of its error
+layout_of('pipe=0')               pipe = 0
+Layout(data=2.0)                  data = 2.0
+layout_of('remat=some')           remat = 'some'
+layout_of('zero=2')               zero = 2
+layout_of('fsdp=8')               fsdp = 8 shards the params\n  fix: give zero=3
+layout_of('schedule=gpipe')       schedule = 'gpipe'
+job(batch=4e6)                    whole number
+job(batch=1024)                   longer than the batch
+job(dtype='int4')                 dtype is 'int4'
+job(overlap='half')               overlap is 'half'
+job(headroom=1.5)                 headroom is 1.5
+job(grad_bytes=-1)                grad_bytes is -1
+Fixed((('seq', 2),))              mesh axis = 'seq'
+Fixed(remat='some')               remat = 'some': one of None
+Fixed(zero=2)                     zero = 2: one of None
+Fixed(reduce='late')              reduce = 'late'
+Fixed((('tensor', 0),))           tensor = 0
+plans(Job(L8, 2**22), V5P, 8951)  are not a slice
+plans(Job(L70, 2**20), H100, 0)   at least 1
+"""
 test_refused = refused(evaluated(REFUSED, globals()))
 
 

@@ -101,9 +101,12 @@ def test_the_command_prints_what_its_json_says(capsys):
     assert "fits 4 h100 neither" in capsys.readouterr().err
 
 
-REFUSED = {
-    "replace(ASKED, prompts=0)": "prompts", "replace(ASKED, longest=9)": "at least the average",
-    "replace(ASKED, group=1.5)": "group", "divisions(ASKED, H100, 0)": "chips",
-    "divisions(replace(ASKED, config=get('llama3-405b')), H100, 8)": "neither",
-}  # fmt: skip
+REFUSED = """
+call                       words of its error
+replace(ASKED, prompts=0)  prompts
+replace(ASKED, longest=9)  at least the average
+replace(ASKED, group=1.5)  group
+divisions(ASKED, H100, 0)  chips
+divisions(replace(ASKED, config=get('llama3-405b')), H100, 8)  neither
+"""
 test_what_is_not_a_count_is_refused = refused(evaluated(REFUSED, globals()))

@@ -145,11 +145,13 @@ def test_sums_that_are_not_complete_are_hatched_and_moves_are_lines_between_neig
 
 
 MESH = AbstractMesh({"X": 2})
-UNDRAWN = {
-    "text(frames_of([], [parse('x[B_X]')]), {'X': 128})": "128 devices is not drawn, at most 64",
-    "text(frames_of([], [parse('x[B_X]')]), {'X': 64})": "columns wide, at most 100",
-    "text(frames_of([], [parse('x[B_Z]')]), MESH)": "Z", "listings(__file__, MESH)": "has no listing",
-}  # fmt: skip
+UNDRAWN = """
+call                                                words of its error
+text(frames_of([], [parse('x[B_X]')]), {'X': 128})  128 devices is not drawn, at most 64
+text(frames_of([], [parse('x[B_X]')]), {'X': 64})   columns wide, at most 100
+text(frames_of([], [parse('x[B_Z]')]), MESH)        Z
+listings(__file__, MESH)                            has no listing
+"""
 test_what_cannot_be_drawn_is_refused = refused(evaluated(UNDRAWN, globals()))
 
 

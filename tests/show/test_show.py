@@ -89,10 +89,12 @@ def test_command_lines(capsys, tmp_path):
     assert "splits nothing of a Transformer" in capsys.readouterr().err
 
 
-REFUSED = {  # what is said: what is drawn
-    "draw('A[A, B, C, D]', MESH)": "1, 2 or 3 dims",
-    "svg.types(['A[I_X, J]'], {'X': 128})": "at most 64 are",
-}  # fmt: skip
+# what is said: what is drawn
+REFUSED = """
+call                                  words of its error
+draw('A[A, B, C, D]', MESH)           1, 2 or 3 dims
+svg.types(['A[I_X, J]'], {'X': 128})  at most 64 are
+"""
 test_refused = refused(evaluated(REFUSED, globals()), ShardingError)
 
 DRAWN = {  # what each of X=2, Y=2, or of X=3, has
@@ -272,12 +274,14 @@ def test_ticks_are_round():
     assert found == {ends: pytest.approx(wanted) for ends, wanted in TICKS.items()}
 
 
-UNCHARTED = {
-    "chart({})": "nothing to draw", "chart({'a': [(0, 1)]})": "on logarithmic axes",
-    "chart({'a': [(1, float('nan'))]})": "(1, nan) cannot be drawn",
-    "chart({'a': [(1, 0)]}, log='y')": "(1, 0) cannot be drawn",
-    "chart({str(i): [(1, 1)] for i in range(11)})": "11 series",
-}  # fmt: skip
+UNCHARTED = """
+call                                          words of its error
+chart({})                                     nothing to draw
+chart({'a': [(0, 1)]})                        on logarithmic axes
+chart({'a': [(1, float('nan'))]})             (1, nan) cannot be drawn
+chart({'a': [(1, 0)]}, log='y')               (1, 0) cannot be drawn
+chart({str(i): [(1, 1)] for i in range(11)})  11 series
+"""
 test_charts_that_cannot_be_drawn = refused(evaluated(UNCHARTED, globals()))
 
 

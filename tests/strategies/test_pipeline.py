@@ -164,15 +164,17 @@ FITS = make("1f1b", 2, 4)
 NARROW, HALF = handing_on("forward", lambda Out: Out[:, :-1]), handing_on("forward", torch.Tensor.bfloat16)
 SHORT = handing_on("backward_input", lambda dIn: dIn[:1])
 UNREDUCED = replace(FITS, programs=(FITS[0], tuple(step for step in FITS[1] if not isinstance(step, ReduceGrads))))
-REFUSED = {
-    "staged(make('1f1b', 4, 4))": "without Z=4\n  fix: make the schedule with",
-    "staged(make('1f1b', 2, 5))": "5 microbatches",
-    "staged(UNREDUCED)": "rank 1 holds the virtual stages [1], and reduces the gradients of []",
-    "staged(make('interleaved', 2, 4), L=3)": 'params["W_in"] has 3 layers here, not a multiple of 2',
-    "staged(stage=NARROW)": "SendActivation x[B, D]\n  stage 0 hands on torch.float32 (4, 15) on meta",
-    "staged(stage=HALF)": "hands on torch.bfloat16 (4, 16) on meta, but microbatches of In are torch.float32",
-    "staged(rank=1, stage=SHORT)": "SendGrad x[B, D]\n  stage 1 hands on torch.float32 (1, 16) on meta",
-}  # fmt: skip
+REFUSED = r"""
+call                                    words of its error
+staged(make('1f1b', 4, 4))              without Z=4\n  fix: make the schedule with
+staged(make('1f1b', 2, 5))              5 microbatches
+staged(UNREDUCED)                       rank 1 holds the virtual stages [1], and reduces the gradients of []
+staged(make('interleaved', 2, 4), L=3)  params["W_in"] has 3 layers here, not a multiple of 2
+staged(stage=NARROW)                    SendActivation x[B, D]\n  stage 0 hands on torch.float32 (4, 15) on meta
+staged(stage=HALF)
+    hands on torch.bfloat16 (4, 16) on meta, but microbatches of In are torch.float32
+staged(rank=1, stage=SHORT)             SendGrad x[B, D]\n  stage 1 hands on torch.float32 (1, 16) on meta
+"""
 test_what_does_not_fit_is_refused = refused(evaluated(REFUSED, globals()))
 
 

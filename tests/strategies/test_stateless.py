@@ -97,15 +97,16 @@ def without(tree, name):
     return {key: leaf for key, leaf in tree.items() if key != name}
 
 
-REFUSED = {
-    "reduce_grads(PARAMS, TYPES, MESH, 'X', loss='average')": "one of 'sum', 'mean'",
-    "call(PAIR, *[without(TYPES, '1.weight')] * 2, MESH)": "1.weight: this param of the module has no type",
-    "called(PARAMS, module=copy.deepcopy(PAIR).train())":
-        "1: BatchNorm1d in training takes its statistics from this rank's rows",
-    "called(PARAMS, used={'0.weight': 'W[F, D]'})": 'used["0.bias"]: missing',
-    "called(without(PARAMS, '0.bias'))": 'params["0.bias"]: missing',
-    "called(PARAMS | {'more': ROWS})": 'params["more"]: has no spec',
-}  # fmt: skip
+REFUSED = """
+call                                                    words of its error
+reduce_grads(PARAMS, TYPES, MESH, 'X', loss='average')  one of 'sum', 'mean'
+call(PAIR, *[without(TYPES, '1.weight')] * 2, MESH)     1.weight: this param of the module has no type
+called(PARAMS, module=copy.deepcopy(PAIR).train())
+    1: BatchNorm1d in training takes its statistics from this rank's rows
+called(PARAMS, used={'0.weight': 'W[F, D]'})            used["0.bias"]: missing
+called(without(PARAMS, '0.bias'))                       params["0.bias"]: missing
+called(PARAMS | {'more': ROWS})                         params["more"]: has no spec
+"""
 test_refused = refused(evaluated(REFUSED, globals()))
 
 
