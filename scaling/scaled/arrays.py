@@ -150,21 +150,17 @@ register(
 )
 
 
-def quantize(
-    line: str, x: Any, mesh, format: "str | Format", *, amax_of: Tensor | None = None, noise: Tensor | None = None
-) -> Scaled:
+def quantize(line: str, x: Any, mesh, format: "str | Format") -> Scaled:
     """`W[D_X, F] -> W[D_X, F] {Q_D}`: hold an array as values and scales.
 
     A scale follows from the largest of the values that share it. If axes split these values, an all_reduce takes their
-    maximum over the axes, unless `amax_of` gives it; otherwise nothing is sent.
+    maximum over the axes; otherwise nothing is sent.
 
     Args:
         line: The type before and after.
         x: This rank's shard; `wait` is called on it.
         mesh: The mesh.
         format: The format or its name.
-        amax_of: The largest |x| of all values that share the outermost scale, typed as that scale.
-        noise: Random numbers in [0, 1) of the shape of x, for stochastic rounding.
 
     Raises:
         ShardingError: The line is illegal, a shard cuts a block, or x is differentiated.
@@ -183,7 +179,7 @@ def quantize(
     _refuse_differentiated(f"quantize: {line}", x)
 
     def run(x: Tensor) -> Sequence[Tensor]:
-        return _parts(x.to(torch.float32), spec, f, mesh, amax_of, noise)
+        return _parts(x.to(torch.float32), spec, f, mesh)
 
     found = _judged(line, mesh, [x], [replace(spec, scaled=())], parts, run)
     return scaled_of(found, f, shared_positions(spec), x.dtype)
@@ -200,22 +196,17 @@ def check_block(line: str, dims: str, size: int, f: Format, least: int = 1) -> N
         refuse(f"quantize: {line}", what, "a shard cuts no block", fix)
 
 
-def _parts(x: Tensor, spec: Spec, f: Format, mesh, amax_of: Tensor | None, noise: Tensor | None) -> list[Tensor]:
+def _parts(x: Tensor, spec: Spec, f: Format, mesh) -> list[Tensor]:
     (_, of_s, *of_t), axes = spec.parts(f), spec.shared_over(f)
     outer, blocks = of_t[0] if of_t else of_s, blocks_along(x.dim(), shared_positions(spec), f)
-    of_outer = [0] * x.dim() if of_t else blocks
-    amax = shared_amax(x, of_outer) if amax_of is None else amax_of.to(torch.float32)
-    if axes and amax_of is None:
+    amax = shared_amax(x, [0] * x.dim() if of_t else blocks)
+    if axes:
         held = replace(outer, name="amax", unreduced=axes)
         amax = all_reduce(f"{held} -> {held.with_unreduced(())}", amax, mesh, op="max")
     t = outer_scale(amax) if of_t else None
     s, inverse = scales_of(amax if t is None else shared_amax(x, blocks), f, t)
     y, last = x * spread(inverse, blocks, x), spec.index(spec.scaled[-1])
-    if f.per_byte == 1:
-        q = rounded(y, f, noise)
-    else:
-        q = rounded(y.movedim(last, -1), f, noise if noise is None else noise.movedim(last, -1))
-        q = q.movedim(-1, last).contiguous()
+    q = rounded(y, f) if f.per_byte == 1 else rounded(y.movedim(last, -1), f).movedim(-1, last).contiguous()
     return [q, s] if t is None else [q, s, t]
 
 

@@ -1,11 +1,7 @@
 """Round numbers to 8 and 4 bits, and choose the scale of values from the largest of them, amax.
 
-Floats are rounded to the nearest, ties to even, and clamped to the largest finite number. With `noise` in [0, 1) they
-are rounded stochastically: a magnitude a quarter of the way from one number to the next one is rounded up if the noise
-is below a quarter, so that the mean is right.
+Floats are rounded to the nearest, ties to even, and clamped to the largest finite number.
 """
-
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,35 +13,20 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1
 LEAST = 1e-12  # amax is at least this, so that zeros have a scale above 0
 
 
-@lru_cache
-def magnitudes(dtype: str) -> Tensor:
-    """Return the finite numbers >= 0 of a float dtype, ascending: a number's index is its code without the sign."""
-    if dtype == "float4_e2m1fn":
-        return torch.tensor(FP4, dtype=torch.float64)
-    codes = torch.arange(128, dtype=torch.uint8).view(getattr(torch, dtype)).to(torch.float64)
-    return codes[torch.isfinite(codes)]
-
-
-def rounded(x: Tensor, f: Format, noise: Tensor | None = None) -> Tensor:
+def rounded(x: Tensor, f: Format) -> Tensor:
     """Return float32 x, divided by its scales, in the format's dtype; two in a byte are neighbours in the last dim."""
-    top = TOP[f.values]
+    x = x.clamp(-(top := TOP[f.values]), top)
     if f.values.startswith("int"):
-        y = (x.round() if noise is None else (x + noise).floor()).clamp(-top, top).to(torch.int8)
+        y = x.round().to(torch.int8)
         return y if f.per_byte == 1 else packed(y.view(torch.uint8) & 15)
-    if f.per_byte == 1 and noise is None:
-        return x.clamp(-top, top).to(getattr(torch, f.values))
-    table = magnitudes(f.values).to(x.device)
-    size = x.to(torch.float64).abs().clamp(max=top)
-    below = torch.searchsorted(table, size.contiguous(), right=True).sub(1).clamp(min=0)
+    if f.per_byte == 1:
+        return x.to(getattr(torch, f.values))
+    table, size = torch.tensor(FP4, device=x.device), x.abs().contiguous()
+    below = torch.searchsorted(table, size, right=True).sub(1).clamp(min=0)
     above = (below + 1).clamp(max=len(table) - 1)
-    place = (size - table[below]) / (table[above] - table[below]).clamp(min=2.0**-149)
-    up = (place > 0.5) | ((place == 0.5) & (below % 2 == 1)) if noise is None else noise < place
-    code = torch.where(up, above, below).to(torch.uint8)
-    sign = torch.signbit(x).to(torch.uint8)
-    if f.per_byte == 2:
-        return packed(code | sign << 3)
-    code = torch.where(torch.isnan(x), 127, code)
-    return (code | sign << 7).view(getattr(torch, f.values))
+    twice, between = 2 * size, table[below] + table[above]
+    up = (twice > between) | ((twice == between) & (below % 2 == 1))
+    return packed(torch.where(up, above, below).to(torch.uint8) | torch.signbit(x).to(torch.uint8) << 3)
 
 
 def widened(q: Tensor, f: Format) -> Tensor:

@@ -238,11 +238,3 @@ def test_types_read_back_as_written():
     assert str(parse("W[D, F] {Q_F,D}")) == "W[D, F] {Q}"
     assert [*map(str, parse("W[D_X, F] {Q_D}").parts("nvfp4"))] == ["W.q[D/2_X, F]", "W.s[D/16_X, F]", "W.t[]"]
     assert parse("W.s[D/32_X, F]").local_shape({"D": 256, "F": 8}, {"X": 4}) == (2, 8)
-
-
-def test_amax_may_be_known_already():
-    W = drawn(64, 64)
-    for name, amax in (("fp8-row", W.abs().amax(0)), ("nvfp4", W.abs().max())):
-        line = "W[D, F] -> W[D, F] {Q_D}"
-        assert same(quantize(line, W, ONE, name), quantize(line, W, ONE, name, amax_of=amax))
-        assert not same(quantize(line, W, ONE, name), quantize(line, W, ONE, name, amax_of=2.1 * amax))
