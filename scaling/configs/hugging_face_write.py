@@ -71,84 +71,77 @@ def write_config(config: Config) -> dict:
 
 
 def _table(config: Config, kind: str) -> dict:
-    keys, table = KINDS[kind].keys, {"architectures": [KINDS[kind].architecture], "model_type": kind}
+    of, keys, latent, layers = KINDS[kind], KINDS[kind].keys, config.latent, range(config.L)
+    table: dict[str, Any] = {"architectures": [of.architecture], "model_type": kind}
     table["pad_token_id"] = None  # the class's default may lie beyond V
     for field, names in LETTERS.items():
         value, name = getattr(config, field), next((name for name in names if name in keys), None)
-        if (
-            name is not None
-            and (value is not None or field in CAPS)
-            and (config.moe or field not in ("E", *OF_EXPERTS))
-        ):
+        written = value is not None or field in CAPS
+        if name is not None and written and (config.moe or field not in ("E", *OF_EXPERTS)):
             table[name] = value
+    table[of.rope_keys[0]] = config.theta
+    table |= {key: 0.0 for key in DROPOUTS if keys.get(key)}  # a class may drop something by default
+    act = next((name for name in ("hidden_activation", "activation_function") if name in keys), "hidden_act")
+    table[act] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
+    if of.partial is not None:
+        table[of.rope_keys[1]] = config.rotary_share
+    dense = [*config.dense] if config.moe else [*layers]  # layers without experts
+    widths = {window for window in config.windows if window is not None}
+    values = {  # of keys that only some classes read
+        "topk_method": "greedy" if config.expert_groups == 1 else "group_limited_greedy",
+        "first_k_dense_replace": len(dense),
+        "mlp_only_layers": dense,
+        "mlp_layer_types": ["dense" if l in dense else "sparse" for l in layers],
+        "moe_layers": [l for l in layers if l not in dense],
+        "intermediate_size_mlp": config.F_dense or config.F,
+        "logit_scale": 1 / config.logit_scale,
+        "use_sliding_window": bool(widths),
+        # the class needs a size even where no layer has chunks
+        "attention_chunk_size": next(iter(widths), keys.get("attention_chunk_size")),
+        "attn_temperature_tuning": bool(config.query_growth),
+        "attn_scale": config.query_growth,
+        "floor_scale": config.growth_every,
+        "no_rope_layers": [int(l not in config.unrotated) for l in layers],
+        "n_positions": config.learned_positions,
+    }
+    values |= {key: getattr(config.linear, name) for name, key in LINEAR.items()} if config.linear else {}
+    table |= {key: value for key, value in values.items() if key in keys}
     if "moe_intermediate_size" in keys:
         table["intermediate_size"] = config.F_dense or config.F
-    table[KINDS[kind].rope_keys[0]] = config.theta
-    table |= {key: 0.0 for key in DROPOUTS if keys.get(key)}  # a class may drop something by default
-    table |= {"max_position_embeddings": config.max_positions} if config.max_positions else {}
     if "n_positions" in keys:
-        table["n_positions"] = config.learned_positions
-        table = {key: value for key, value in table.items() if key not in ("max_position_embeddings", "rope_theta")}
-    act = next(
-        name for name in ("hidden_activation", "activation_function", "hidden_act") if name in {*keys, "hidden_act"}
-    )
-    table[act] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
-    if KINDS[kind].partial is not None:
-        table[KINDS[kind].rope_keys[1]] = config.rotary_share
+        table.pop("rope_theta", None)
+    elif config.max_positions:
+        table["max_position_embeddings"] = config.max_positions
     if scaling := config.rope_scaling:
-        names = {theirs: getattr(scaling, ours) for theirs, ours in (NAMES | NAMES_OF.get(scaling.kind, {})).items()}
-        if scaling.kind not in CONTEXTS:
-            del names[ORIGINAL]
         rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        rope |= {key: value for key, value in names.items() if value is False or (value and value is not True)}
+        for theirs, ours in (NAMES | NAMES_OF.get(scaling.kind, {})).items():
+            value = getattr(scaling, ours)
+            if (value is False or (value and value is not True)) and (theirs != ORIGINAL or scaling.kind in CONTEXTS):
+                rope[theirs] = value
         if ORIGINAL in rope and ORIGINAL in keys:
             table[ORIGINAL] = rope.pop(ORIGINAL)
         table["rope_scaling"] = rope
-    if (latent := config.latent) and "kv_lora_rank" in keys:
+    if latent and "kv_lora_rank" in keys:
         ranks = (latent.q_rank or None, latent.kv_rank, latent.nope, latent.rope, latent.value)
         table |= dict(zip(LATENT, ranks, strict=True)) | {"rope_interleave": latent.interleaved}
         table |= {"head_dim": latent.rope, "scoring_func": config.routing}
-    if "topk_method" in keys:
-        table["topk_method"] = "greedy" if config.expert_groups == 1 else "group_limited_greedy"
-    dense = config.dense if config.moe else range(config.L)  # layers without experts
-    sparse = [l for l in range(config.L) if l not in dense]
-    if "first_k_dense_replace" in keys:
-        table["first_k_dense_replace"] = len(dense)
-    if "mlp_only_layers" in keys:
-        table["mlp_only_layers"] = [*dense]
-    if "mlp_layer_types" in keys:
-        table["mlp_layer_types"] = ["sparse" if l in sparse else "dense" for l in range(config.L)]
-    if KINDS[kind].rope and not config.rope_scaling:
+    if of.rope and not config.rope_scaling:
         table["rope_parameters"] = {"rope_type": "default", "rope_theta": config.theta}
-    if KINDS[kind].local_theta is not None and config.local_theta is not None:
+    if of.local_theta is not None and config.local_theta is not None:
         full = {"rope_type": "default"} | table.get("rope_scaling", {}) | {"rope_theta": config.theta}
         sliding = {"rope_type": "default", "rope_theta": config.local_theta}
         table["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
-    if "logit_scale" in keys:
-        table["logit_scale"] = 1 / config.logit_scale
     if "query_pre_attn_scalar" in keys and config.score_scale is not None:
         table["query_pre_attn_scalar"] = round(config.score_scale**-2)
-    widths = {window for window in config.windows if window is not None}
-    by_pattern = bool(KINDS[kind].pattern)  # such a class needs some width even where no layer has the window
-    needs_none = not by_pattern or (KINDS[kind].still_full and not config.unrotated)
+    by_pattern = bool(of.pattern)  # such a class needs some width even where no layer has the window
+    needs_none = not by_pattern or (of.still_full and not config.unrotated)
     if "sliding_window" in keys and (len(widths) == 1 or (not widths and needs_none)):
         table["sliding_window"] = next(iter(widths), None)
-    if "use_sliding_window" in keys:
-        table["use_sliding_window"] = bool(widths)
     # An older version of mistral's class would give every layer the window.
-    if (widths or by_pattern) and "layer_types" in keys and kind != "mistral":
-        table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
-    if "attention_chunk_size" in keys:
-        chunk = next(iter(widths), keys["attention_chunk_size"])  # the class needs one even where no layer has chunks
-        table |= {"attention_chunk_size": chunk, "moe_layers": sparse}
-        table["layer_types"] = ["full_attention" if w is None else "chunked_attention" for w in config.windows]
-        table |= {"attn_temperature_tuning": bool(config.query_growth), "attn_scale": config.query_growth}
-        table |= {"floor_scale": config.growth_every, "intermediate_size_mlp": config.F_dense or config.F}
+    chunks, listed = "attention_chunk_size" in keys, (widths or by_pattern) and "layer_types" in keys
+    if chunks or (listed and kind != "mistral"):
+        other = "chunked_attention" if chunks else "sliding_attention"
+        table["layer_types"] = ["full_attention" if width is None else other for width in config.windows]
     if "linear_num_key_heads" in keys:
-        linear = config.linear
-        table |= {key: getattr(linear, name) for name, key in LINEAR.items()} if linear else {}
-        kinds = ["full_attention" if l in config.attending else "linear_attention" for l in range(config.L)]
-        table["layer_types"] = kinds
-    if "no_rope_layers" in keys:
-        table["no_rope_layers"] = [int(l not in config.unrotated) for l in range(config.L)]
+        table["layer_types"] = ["full_attention" if l in config.attending else "linear_attention" for l in layers]
     return table
