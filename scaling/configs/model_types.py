@@ -1,4 +1,4 @@
-"""The keys of a config.json that each model_type's class in transformers reads, with their defaults.
+"""Each model_type's class in transformers: the keys of config.json that it reads, and its names of tensors in files.
 
 A class reads the keys that it names and ignores all others, so a `sliding_window` in a Llama's file changes nothing. A
 key that the file leaves out has the class's default. The classes are in model_types.toml, which
@@ -35,6 +35,11 @@ class ModelType:
         rope: The default table of rotary positions.
         longrope: Whether scalings of the types "su" and "yarn" mean longrope.
         still_full: Whether layers with full attention rotate nothing in a model whose other layers have a window.
+        renamed: Parts of the names in `models.leaves` of tensors in a file, each with what replaces it in this class.
+        joined: Params that share a tensor, or have other dims in it: part of a name -> [what replaces it, the tensor's
+            dims, the param's place in it]. The place "NH KH KH: 1" is the second of three params that follow each other
+            along the rows, and "2: 0" the first of two that a "*" in the dims numbers.
+        paired: Whether the two coordinates of a rotary plane are neighbours in a head.
     """
 
     architecture: str = ""
@@ -53,6 +58,9 @@ class ModelType:
     rope: Mapping[str, Any] = field(default_factory=dict)
     longrope: bool = False
     still_full: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    paired: bool = False
 
     def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys that the class reads, each from the file or with its default."""

@@ -13,8 +13,8 @@ on plain tensors, and see neither collectives nor tiles. Second derivatives are 
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -165,75 +165,91 @@ def add(a: Tensor | None, b: Tensor | None) -> Any:
     return b if a is None else a if b is None else a + b
 
 
-@contextmanager
-def _traced(line: str, Q: Tensor, block: KeyBlock, matmuls: int):
-    """Record one event, such as "O = Q * KV", with the FLOPs of the visible scores in `matmuls` matmuls."""
-    if not trace.open_logs:
-        yield
-        return
-    names = re.findall(r"\w+", line)
-    after, *before = (parse(name + (block.keys if "KV" in name else block.queries)) for name in names)
-    flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * block.pairs
-    pairs = block.pairs, block.mask.window or 0
-    event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=Q.dtype, pairs=pairs))
-    yield
-    trace.done(event)
+def over_tiles(
+    line: str, matmuls: int, block: KeyBlock, rows: Sequence[Tensor], columns: Sequence[Tensor], tile: Callable,
+    join: Callable = add, by_query: int = 1,
+) -> "tuple[list[list], list, list] | None":  # fmt: skip
+    """Run tile(*rows, *columns, hidden, scale) for each tile of a block; None if the mask hides all of it.
+
+    Args:
+        line: The event that is traced, such as "O = Q * KV".
+        matmuls: The number of its matmuls over the visible scores.
+        block: The block.
+        rows: Arrays of the queries' positions. The last is Q.
+        columns: Arrays of the keys' positions.
+        tile: The function above. It returns a tuple.
+        join: Adds a tile's results to those of earlier tiles with the same queries, or keys.
+        by_query: The number of the results that belong to queries; the others belong to keys.
+
+    Returns:
+        A list of parts for each result, None where no tile computed the part; the rows and the columns in parts.
+    """
+    if not block.pairs:
+        return None
+    Q, K, event = rows[-1], columns[-1], None
+    if trace.open_logs:
+        after, *before = (
+            parse(name + (block.keys if "KV" in name else block.queries)) for name in re.findall(r"\w+", line)
+        )
+        flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * block.pairs
+        pairs = block.pairs, block.mask.window or 0
+        event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=Q.dtype, pairs=pairs))
+    rows, columns = (
+        _in_parts(block.parts(ranges, Q.device), K.shape[2], *arrays)
+        for ranges, arrays in ((block.rows, rows), (block.columns, columns))
+    )
+    found: list[list] = []
+    for i, j, hidden in block.tiles(Q.device):
+        results = tile(*(x[i] for x in rows), *(x[j] for x in columns), hidden, block.scale)
+        found = found or [[None] * len((rows if n < by_query else columns)[0]) for n in range(len(results))]
+        for n, x in enumerate(results):
+            at = i if n < by_query else j
+            found[n][at] = join(found[n][at], x)
+    if event is not None:
+        trace.done(event)
+    return found, rows, columns
 
 
 def block_forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
     """Return the attention of the queries to these keys; None if the mask hides them all."""
-    if not block.pairs:
+    kernel = block.kernel(Q.device).forward
+    attended = over_tiles("O = Q * KV", 2, block, [Q], [*KV], lambda *tile: (Attended(*kernel(*tile)),), merge_attended)
+    if attended is None:
         return None
-    with _traced("O = Q * KV", Q, block, matmuls=2):
-        q = _in_parts(block.parts(block.rows, Q.device), KV, Q)[0]
-        k, v = _in_parts(block.parts(block.columns, Q.device), KV, *KV)
-        seen: list[Any] = [None] * len(q)
-        for i, j, hidden in block.tiles(Q.device):
-            tile = block.kernel(Q.device).forward(q[i], k[j], v[j], hidden, block.scale)
-            seen[i] = merge_attended(seen[i], Attended(*tile))
-        O = _joined([each and each.O for each in seen], q)
-        return Attended(O, _joined([each and each.lse for each in seen], [each[..., 0] for each in q], -math.inf))
+    (seen,), (q,), _ = attended
+    O = _joined([each and each.O for each in seen], q)
+    return Attended(O, _joined([each and each.lse for each in seen], [each[..., 0] for each in q], -math.inf))
 
 
 def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
     """Return (dQ, dKV) through this block, or Nones if it is hidden. O and lse are sums over the keys of all blocks."""
-    if not block.pairs:
+    found = over_tiles("dQ = dO * KV", 5, block, [dO, O, lse, Q], [*KV], block.kernel(Q.device).backward)
+    if found is None:
         return None, None
-    with _traced("dQ = dO * KV", Q, block, matmuls=5):
-        dO, O, lse, q = _in_parts(block.parts(block.rows, Q.device), KV, dO, O, lse, Q)
-        k, v = _in_parts(block.parts(block.columns, Q.device), KV, *KV)
-        dq, dk, dv = [None] * len(q), [None] * len(k), [None] * len(k)
-        for i, j, hidden in block.tiles(Q.device):
-            tile = block.kernel(Q.device).backward(dO[i], q[i], k[j], v[j], O[i], lse[i], hidden, block.scale)
-            dq[i], dk[j], dv[j] = map(add, (dq[i], dk[j], dv[j]), tile)
-        return _joined(dq, q), torch.stack([_joined(dk, k), _joined(dv, v)])
+    (dq, dk, dv), (*_, q), (k, v) = found
+    return _joined(dq, q), torch.stack([_joined(dk, k), _joined(dv, v)])
 
 
 def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
     """Return (A[B, T, N, H], m[B, T, N]) of this block, or Nones. With both summed over all blocks, tO = A - m O."""
-    if not block.pairs:
+    tile = partial(tangent, cap=block.cap)
+    found = over_tiles("tO = tQ * KV", 5, block, [tQ, lse, Q], [*tKV, *KV], tile, by_query=2)
+    if found is None:
         return None, None
-    with _traced("tO = tQ * KV", Q, block, matmuls=5):
-        tq, denominators, q = _in_parts(block.parts(block.rows, Q.device), KV, tQ, lse, Q)
-        tk, tv, k, v = _in_parts(block.parts(block.columns, Q.device), KV, *tKV, *KV)
-        A, m = [None] * len(q), [None] * len(q)
-        for i, j, hidden in block.tiles(Q.device):
-            tangents = tq[i], tk[j], tv[j]
-            tile = tangent(*tangents, q[i], k[j], v[j], denominators[i], hidden, block.scale, block.cap)
-            A[i], m[i] = map(add, (A[i], m[i]), tile)
-        return _joined(A, q), _joined(m, denominators)
+    (A, m), (_, denominators, q), _ = found
+    return _joined(A, q), _joined(m, denominators)
 
 
-def _in_parts(parts: Sequence[range], KV: Tensor, *arrays: Tensor) -> list[Any]:
-    """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider, for each part of the positions.
+def _in_parts(parts: Sequence[range], heads: int, *arrays: Tensor) -> list[Any]:
+    """[B, T, N(, H)] -> [B, K, G, T(, H)] of K `heads`, float32 or wider, for each part of the positions.
 
     A KV head has G = N/K heads of queries, or G = 1 of keys.
     """
-    heads = (
-        x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous()
+    whole = (
+        x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(2, (heads, -1)).movedim(1, 3).contiguous()
         for x in arrays
     )
-    return [x.split(sizes(parts), 3) for x in heads]
+    return [x.split(sizes(parts), 3) for x in whole]
 
 
 def _joined(parts: Sequence[Tensor | None], like: Sequence[Tensor], empty: float = 0.0) -> Tensor:

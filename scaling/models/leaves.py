@@ -32,7 +32,7 @@ class Leaf:
         served: Its type on a serving mesh (X, Y, Z, E) where it is split the most, in the form "2d".
         start: A constant, or the dims that it is contracted over: then it is normal with variance 1/(their sizes).
         file: Its tensors in Hugging Face's files, as most classes name them, and their dims: in "NH, D" the first dim
-            merges N and H. Before a layer's name comes model.layers.{L}. `models.hf_layout` has other classes' names.
+            merges N and H. Before a layer's name comes model.layers.{L}. model_types.toml has other classes' names.
         only: The features of the models that have it: fields of Config, or names of `FEATURES`.
     """
 

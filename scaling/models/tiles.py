@@ -89,7 +89,7 @@ def _written_forward(q, k, v, hidden, scale, cap=None):
     return _times(P, v) / L.clamp(min=torch.finfo(L.dtype).tiny), (M + L.log()).squeeze(-1)
 
 
-def _written_backward(dO, q, k, v, O, lse, hidden, scale, cap=None):
+def _written_backward(dO, O, lse, q, k, v, hidden, scale, cap=None):
     scores = _scores(q, k, scale, cap)
     P = (_masked(scores, hidden) - lse[..., None]).exp()
     delta = (dO * O).sum(-1, keepdim=True)  # sum_j P_ij dP_ij = sum_d dO_id O_id
@@ -98,7 +98,7 @@ def _written_backward(dO, q, k, v, O, lse, hidden, scale, cap=None):
     return _times(dS, k), _over_queries(dS, q), _over_queries(P, dO)
 
 
-def tangent(tq, tk, tv, q, k, v, lse, hidden, scale, cap=None):
+def tangent(tq, lse, q, tk, tv, k, v, hidden, scale, cap=None):
     """Return (A, m) = (sum_j P_ij (tS_ij v_j + tv_j), sum_j P_ij tS_ij); the tangent of the output is A - m O."""
     scores = _scores(q, k, scale, cap)
     P = (_masked(scores, hidden) - lse[..., None]).exp()
@@ -127,7 +127,7 @@ def _fused_forward(q, k, v, hidden, scale):
     return O, lse
 
 
-def _fused_backward(dO, q, k, v, O, lse, hidden, scale):
+def _fused_backward(dO, O, lse, q, k, v, hidden, scale):
     *operands, bias = _for_flash(q, k, v, hidden)
     rows = (x.flatten(0, 1) for x in (O, lse))
     grads = flash_cpu_backward(dO.flatten(0, 1), *operands, *rows, 0.0, hidden is LATER, attn_mask=bias, scale=scale)

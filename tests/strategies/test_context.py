@@ -17,7 +17,7 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import blockwise, tiles
 from scaling.models.pointwise import vjp as tape
 from scaling.strategies import context
-from scaling.strategies.context.compare import costs, table
+from scaling.strategies.context.compare import costs
 from scaling.strategies.context.ring import _from_whole
 from scaling.trace import trace
 
@@ -236,12 +236,6 @@ def test_a_window_ends_the_ring():
     assert costs("zigzag", sizes, {"C": 8}, window=2).rounds == 7
     for Y, rounds in ((1, 7), (4, 7 + 2)):  # heads that are split are exchanged, there and back
         assert costs("usp", sizes | {"N": 4}, {"C": 8, "Y": Y}, axis=("C", "Y")).rounds == rounds
-
-
-def test_table():
-    shown = table({"B": 1, "T": 48, "N": 6, "K": 2, "H": 64}, ranks=4).splitlines()
-    assert "N=6 query heads do not divide over 4 ranks" in shown[5]
-    assert shown[3].split()[-3:] == ["2C", "|", "T"]
 
 
 @on_ranks({"C": 1}, {"C": 2}, {"C": 3})

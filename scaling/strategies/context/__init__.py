@@ -5,7 +5,7 @@
 The other parts of a Transformer treat each token alone, so there context parallelism is data parallelism over tokens.
 Only in attention does a token need other tokens' keys and values. Five forms bring them together: `ring` and `zigzag`
 pass them round in blocks, `gather` gathers them, `ulysses` exchanges tokens for heads, and `usp` does so over one axis,
-in a ring over another. `compare` prints a table of their costs.
+in a ring over another. `compare` has their costs.
 """
 
 import math

@@ -1,10 +1,10 @@
 """The costs of each form of context parallelism, from its types alone (Part 3's counts of bytes).
 
-    print(table({"B": 1, "T": 1 << 17, "N": 64, "K": 8, "H": 128}, ranks=16))
+    costs("ring", {"B": 1, "T": 1 << 17, "N": 64, "K": 8, "H": 128}, {"C": 16})
 
-The table has the costs of one attention layer: the bytes that a rank sends, by mesh axis; the rounds of communication;
-how evenly the scores are spread; the keys and values that a rank holds at once; and what must divide. A trace of the
-forms counts the same bytes. Segments, 8 bytes a token, are left out.
+are the costs of one attention layer: the bytes that a rank sends, by mesh axis; the rounds of communication; how evenly
+the scores are spread; the keys and values that a rank holds at once; and what must divide. A trace of the forms counts
+the same bytes. Segments, 8 bytes a token, are left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from scaling.common import console
 from scaling.models.tiles import Mask
 from scaling.spec import dtype_bytes, format_axes, parse
-from scaling.strategies.context.ring import FORMS, check_length, copied_heads, hops_needed, work
+from scaling.strategies.context.ring import check_length, copied_heads, hops_needed, work
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,3 @@ def costs(
     hops = hops_needed(form, sizes["T"] // C, C, Mask(**mask))
     sent = hops * KV, hops * KV + (hops + 1) * dKV if hops else 0
     return Costs(form, dict.fromkeys(axes, sent), hops, balance, 2 * KV if hops else KV, limits)
-
-
-def table(sizes: Mapping[str, int], ranks: int, heads: int = 2, dtype="bf16", **mask) -> str:
-    """Return a table of all forms on `ranks` ranks; usp has `heads` of them along Y. MB are 1e6 bytes."""
-    rows = []
-    for form in FORMS:
-        mesh, axis = ({"C": ranks // heads, "Y": heads}, ("C", "Y")) if form == "usp" else ({"C": ranks}, "C")
-        try:
-            c = costs(form, sizes, mesh, axis=axis, dtype=dtype, **mask)
-        except ValueError as error:
-            rows.append((form, str(error).splitlines()[1].strip()))
-            continue
-        passes = ["  ".join(f"{a} {sent[i] / 1e6:,.1f}" for a, sent in c.sent.items()) for i in (0, 1)]
-        rows.append((form, *passes, c.rounds, f"{c.balance:.3f}", f"{c.held / 1e6:,.1f}", c.limits))
-    headers = ["form", "MB sent forward", "and backward", "rounds", "busiest / mean", "MB of KV held", "must divide"]
-    return console.table(rows, headers, console.WIDE, right=[False, *[True] * 5, False])
