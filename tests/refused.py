@@ -40,11 +40,16 @@ def by_words(calls: dict) -> dict:
     return {words: (call, words) for words, call in calls.items()}
 
 
+def pairs(text: str) -> dict[str, str]:
+    """A table of two columns below their names, such as calls and the words of their errors: what is too long for its
+    line stands below it, indented, and \\n is a line break. A line that begins with # is a comment."""
+    lines = [line for line in text.strip().split("\n")[1:] if not line.startswith("#")]
+    rows = "\n".join(lines).replace("\n    ", "  ").split("\n")
+    cells = (re.split("  +", row, maxsplit=1) for row in rows)
+    return {first: "".join(second).replace("\\n", "\n") for first, *second in cells}
+
+
 def evaluated(calls: dict | str, names: dict) -> dict:
-    """A table of {a call as it is written: words of its error}, in a module's names; or such a table as text, in which
-    words that are too long for their line stand below it, indented, and \\n is a line break."""
-    if isinstance(calls, str):
-        rows = [line for line in calls.replace("\n    ", "  ").strip().split("\n")[1:] if not line.startswith("#")]
-        cells = (re.split("  +", row, maxsplit=1) for row in rows)
-        calls = {call: "".join(words).replace("\\n", "\n") for call, *words in cells}
+    """A table of {a call as it is written: words of its error}, in a module's names."""
+    calls = pairs(calls) if isinstance(calls, str) else calls
     return {call: (partial(eval, call, names), words) for call, words in calls.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from array_types import types
 from machine import on_ranks
-from refused import evaluated, refused
+from refused import evaluated, pairs, refused
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: F401 - calls in tables name them
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensors_block
 
@@ -78,17 +78,20 @@ def test_what_is_no_partition_spec():
         assert max(map(len, str(error.value).splitlines())) < 120
 
 
-NOT_SAID = {  # P('XY') in JAX is one axis, not two: read as two it would be another sharding
-    "P('XY')": "one axis to JAX, but types read it as the axes X, Y\n  fix: write ('X', 'Y') if those are meant",
-    "P(None, ('Z', 'XY'))": "'XY' is one axis to JAX",
-    "P('X', unreduced={'DP'})": "'DP' is one axis to JAX",
-    "P('my_axis')": "'my_axis' cannot name a mesh axis",
-    "P('')": "'' cannot name a mesh axis",
-    "P(('X', 5))": "5 cannot name a mesh axis",
-    "P(('X', ('Y',)))": "cannot name a mesh axis",
-    "P('X', unreduced={'X'})": "used twice",
-    "P('X', 'X')": "used twice",
-}
+# P('XY') in JAX is one axis, not two: read as two it would be another sharding
+NOT_SAID = pairs(r"""
+placements                type
+P('XY')
+    one axis to JAX, but types read it as the axes X, Y\n  fix: write ('X', 'Y') if those are meant
+P(None, ('Z', 'XY'))      'XY' is one axis to JAX
+P('X', unreduced={'DP'})  'DP' is one axis to JAX
+P('my_axis')              'my_axis' cannot name a mesh axis
+P('')                     '' cannot name a mesh axis
+P(('X', 5))               5 cannot name a mesh axis
+P(('X', ('Y',)))          cannot name a mesh axis
+P('X', unreduced={'X'})   used twice
+P('X', 'X')               used twice
+""")
 CALLS = {f"interop.from_partition_spec({text!r}, ('I', 'J'))": words for text, words in NOT_SAID.items()}
 CALLS["interop.from_partition_spec('P()', ('I_X',))"] = "which is another type"
 test_what_types_cannot_say = refused(evaluated(CALLS, globals()), ShardingError)

@@ -10,7 +10,7 @@ import pytest
 from array_types import MATRICES, SETTINGS, check, naive_bytes, types
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import evaluated, refused
+from refused import evaluated, pairs, refused
 
 from scaling.algebra import derive, matmul, matmul_via, reshard
 from scaling.cost.collectives import seconds_on
@@ -51,21 +51,23 @@ def test_no_other_choice_of_local_types_is_cheaper():
         assert prices[0] == min(prices[1:])
 
 
-CASES = {  # a product: the cases that it is, the steps, and its type
-    "A[I_X, J] * B[J, K_Y]": "1: Einsum: C[I_X, K_Y]",
-    "A[I, J_X] * B[J, K]": "2: AllGather, Einsum: C[I, K]",
-    "A[I, J] * B[J_X, K] -> C[I, K]": "2: AllGather, Einsum: C[I, K]",
-    "A[I, J_X] * B[J_X, K]": "3: Einsum: C[I, K] {U_X}",
-    "A[I, J_X] * B[J_X, K] -> C[I, K]": "3: Einsum, AllReduce: C[I, K]",
-    "A[I, J_X] * B[J_X, K] -> C[I, K_X]": "3: Einsum, ReduceScatter: C[I, K_X]",
-    "A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}": "3: Einsum: C[I, K] {U_X}",
-    "A[I_X, J] * B[J, K_X]": "4: AllGather, Einsum: C[I_X, K]",
-    "A[I_X, J] * B[J, K_X] -> C[I, K_X]": "4: AllGather, Einsum: C[I, K_X]",
-    "A[I_X, J_Y] * B[J_Y, K_X]": "3, 4: AllGather, Einsum: C[I_X, K] {U_Y}",
-    "A[I_X, J] * B[J_X, K_Y] -> C[I_X, K_Y]": "2: AllGather, Einsum: C[I_X, K_Y]",
-    "A[I, J_XY] * B[J_X, K]": "2, 3: AllGather, Einsum: C[I, K] {U_X}",
-    "A[I, J] * B[J, K] -> C[I_X, K]": "1: Slice, Einsum: C[I_X, K]",
-}
+# a product: the cases that it is, the steps, and its type
+CASES = pairs("""
+product                                 cases, steps, type
+A[I_X, J] * B[J, K_Y]                   1: Einsum: C[I_X, K_Y]
+A[I, J_X] * B[J, K]                     2: AllGather, Einsum: C[I, K]
+A[I, J] * B[J_X, K] -> C[I, K]          2: AllGather, Einsum: C[I, K]
+A[I, J_X] * B[J_X, K]                   3: Einsum: C[I, K] {U_X}
+A[I, J_X] * B[J_X, K] -> C[I, K]        3: Einsum, AllReduce: C[I, K]
+A[I, J_X] * B[J_X, K] -> C[I, K_X]      3: Einsum, ReduceScatter: C[I, K_X]
+A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}  3: Einsum: C[I, K] {U_X}
+A[I_X, J] * B[J, K_X]                   4: AllGather, Einsum: C[I_X, K]
+A[I_X, J] * B[J, K_X] -> C[I, K_X]      4: AllGather, Einsum: C[I, K_X]
+A[I_X, J_Y] * B[J_Y, K_X]               3, 4: AllGather, Einsum: C[I_X, K] {U_Y}
+A[I_X, J] * B[J_X, K_Y] -> C[I_X, K_Y]  2: AllGather, Einsum: C[I_X, K_Y]
+A[I, J_XY] * B[J_X, K]                  2, 3: AllGather, Einsum: C[I, K] {U_X}
+A[I, J] * B[J, K] -> C[I_X, K]          1: Slice, Einsum: C[I_X, K]
+""")
 
 
 @pytest.mark.parametrize("product", CASES)

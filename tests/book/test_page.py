@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from machine import be_rank
+from refused import pairs
 
 from scaling.book.answers import Answer
 from scaling.book.page import Page
@@ -40,22 +41,25 @@ def test_a_chapter_has_the_options_that_it_names(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("Part 1, A Title")
 
 
-REFUSED = {  # what is given: what is said
-    "--steps 3": "unrecognized arguments",
-    "--plot a.doc": "ends in .png or .svg",
-    "--plot nowhere/a.png": "cannot write nowhere/a.png: there is no folder nowhere",
-    "--mesh X=2,Q=2": "--mesh X=2,Q=2: Q is no axis of this chapter; fix: name X, Y",
-    "--mesh X=3": "--mesh X=3,Y=1: W[D_X, F]: dim D of size 32 does not divide into 3 blocks (X=3); fix: MESH",
-    "--batch 7": "dim B of size 7 does not divide into 8 blocks (X=4 * Y=2); fix: --batch 256",
-    "--mesh X=99999999": "--mesh X=99999999,Y=1: 99999999 ranks, of at most 256 on one machine; fix: MESH",
-    "--mesh X=2,X=2": "error: --mesh X=2,X=2: axis X is given twice; fix: MESH",
-    "--mesh X=0": "error: --mesh X=0: mesh axis X has size 0; fix: MESH",
-    "--mesh X": "error: --mesh X: cannot read 'X'; fix: MESH",
-    "--device tpu": "must be cpu, or cuda",
-    "--device cuda": "torch finds no GPU here",
-    "--text nowhere": "nowhere: no such file; fix: leave it out",
-    "--text README.md --batch 30000": "of 60,000 that it takes; fix: leave it out",
-}
+# what is given: what is said
+REFUSED = pairs("""
+options                         words of its error
+--steps 3                       unrecognized arguments
+--plot a.doc                    ends in .png or .svg
+--plot nowhere/a.png            cannot write nowhere/a.png: there is no folder nowhere
+--mesh X=2,Q=2                  --mesh X=2,Q=2: Q is no axis of this chapter; fix: name X, Y
+--mesh X=3
+    --mesh X=3,Y=1: W[D_X, F]: dim D of size 32 does not divide into 3 blocks (X=3); fix: MESH
+--batch 7                       dim B of size 7 does not divide into 8 blocks (X=4 * Y=2); fix: --batch 256
+--mesh X=99999999               --mesh X=99999999,Y=1: 99999999 ranks, of at most 256 on one machine; fix: MESH
+--mesh X=2,X=2                  error: --mesh X=2,X=2: axis X is given twice; fix: MESH
+--mesh X=0                      error: --mesh X=0: mesh axis X has size 0; fix: MESH
+--mesh X                        error: --mesh X: cannot read 'X'; fix: MESH
+--device tpu                    must be cpu, or cuda
+--device cuda                   torch finds no GPU here
+--text nowhere                  nowhere: no such file; fix: leave it out
+--text README.md --batch 30000  of 60,000 that it takes; fix: leave it out
+""")
 
 
 @pytest.mark.parametrize("argv", REFUSED)

@@ -12,6 +12,7 @@ import re
 import pytest
 import torch
 from mutants import text_of
+from refused import pairs
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -114,18 +115,21 @@ def test_an_op_that_passes_is_that_of_one_device(call, operands):
         torch.testing.assert_close(found.double(), fn(*arrays).double(), msg=f"{call} of {specs}: {held}")
 
 
-BROKEN = {  # what the judge says first of x[I, J_X]
-    "x.roll(1, -1)": "roll runs along a dim that is split over X",
-    "x.triu()": "triu runs along a dim that is split over X",
-    "x.cummax(1)[0]": "cummax runs along a dim that is split over X",
-    "x.diagonal()": "diagonal runs along a dim that is split over X",
-    "x.unfold(1, 2, 1)": "unfold runs along a dim that is split over X",
-    "F.pad(x, (1, 1))": "constant_pad_nd runs along a dim that is split over X",
-    "x.repeat_interleave(2, 1)": "",  # each element and its copy stay on their device
-    "gathered(x.flatten())": "its blocks are interleaved",
-    "gathered(x.T.flatten())": "",
-    "gathered(torch.cat([x[0], x[0, :2]]))": "its blocks are interleaved",
-}
+# what the judge says first of x[I, J_X]
+BROKEN = pairs("""
+call                                   why
+x.roll(1, -1)                          roll runs along a dim that is split over X
+x.triu()                               triu runs along a dim that is split over X
+x.cummax(1)[0]                         cummax runs along a dim that is split over X
+x.diagonal()                           diagonal runs along a dim that is split over X
+x.unfold(1, 2, 1)                      unfold runs along a dim that is split over X
+F.pad(x, (1, 1))                       constant_pad_nd runs along a dim that is split over X
+# each element and its copy stay on their device
+x.repeat_interleave(2, 1)
+gathered(x.flatten())                  its blocks are interleaved
+gathered(x.T.flatten())
+gathered(torch.cat([x[0], x[0, :2]]))  its blocks are interleaved
+""")
 
 
 @pytest.mark.parametrize("call", BROKEN)

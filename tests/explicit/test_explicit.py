@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_jax import splits
-from refused import evaluated, read_table, refused
+from refused import evaluated, pairs, read_table, refused
 
 from scaling import auto, explicit
 from scaling.algebra.layouts import DimAxes
@@ -58,29 +58,33 @@ def test_what_needs_no_values_is_had_of_the_whole_array():
     assert explicit.reshard(x, "[8, 4, 16]").amax().type == explicit.amax(x, out="[]").type == "float32[]"
 
 
-REFUSED = {  # calls of a[8_X, 16_Y], b[16_Y, 8] and of u[8_X, 16] {U_Y}, by what rule
-    "u.exp()": "is not the sum of exp",
-    "u + 1": "once for each device along Y",
-    "u * u": "a product of sums",
-    "u + explicit.reshard(u, '[8_X, 16]')": "would count once for each device along Y",
-    "a / u": "linear in its first operand",
-    "2 / u": "not the sum of rdiv",
-    "u.to(torch.int32)": "not the sum of to",
-    "torch.div(u, 2, rounding_mode='floor')": "not the sum of div",
-    "torch.rsub(u, 5, alpha=0)": "once for each device along Y",
-    "torch.rsub(u, 5, 0)": "once for each device along Y",
-    "w.float()": "not the sum of float",  # each device's int8 terms have wrapped around by themselves
-    "w.to(torch.int64)": "not the sum of to",
-    "w / 2": "not the sum of truediv",
-    "w.sum(0)": "not the sum of sum",  # which is int64
-    "a @ a.mT": "case 4",
-    "explicit.reshard(a, '[8_X, 16]') @ b": "case 2",
-    "torch.softmax(a, -1)": "needs the whole dim",
-    "a.amax(0)": "needs the whole dim",
-    "a[0]": "needs the whole dim",
-    "a.flatten()": "interleaved",
-    "a.reshape(2, 4, 16)": "cuts no block",
-}
+# calls of a[8_X, 16_Y], b[16_Y, 8] and of u[8_X, 16] {U_Y}, by what rule
+REFUSED = pairs("""
+call                                    rule
+u.exp()                                 is not the sum of exp
+u + 1                                   once for each device along Y
+u * u                                   a product of sums
+u + explicit.reshard(u, '[8_X, 16]')    would count once for each device along Y
+a / u                                   linear in its first operand
+2 / u                                   not the sum of rdiv
+u.to(torch.int32)                       not the sum of to
+torch.div(u, 2, rounding_mode='floor')  not the sum of div
+torch.rsub(u, 5, alpha=0)               once for each device along Y
+torch.rsub(u, 5, 0)                     once for each device along Y
+# each device's int8 terms have wrapped around by themselves
+w.float()                               not the sum of float
+w.to(torch.int64)                       not the sum of to
+w / 2                                   not the sum of truediv
+# which is int64
+w.sum(0)                                not the sum of sum
+a @ a.mT                                case 4
+explicit.reshard(a, '[8_X, 16]') @ b    case 2
+torch.softmax(a, -1)                    needs the whole dim
+a.amax(0)                               needs the whole dim
+a[0]                                    needs the whole dim
+a.flatten()                             interleaved
+a.reshape(2, 4, 16)                     cuts no block
+""")
 
 
 @pytest.mark.parametrize(("call", "rule"), REFUSED.items())

@@ -18,6 +18,7 @@ from threading import enumerate as enumerate_threads
 import pytest
 import torch
 from grpo import PROMPTS, STEP, plain, records, run
+from refused import pairs
 
 from scaling import tree
 from scaling.configs import get
@@ -172,34 +173,35 @@ def test_check_changes_nothing_and_finds_no_gap(folder, capsys):
     assert not Path("run").exists()
 
 
-WRONG = {
-    "--reward nowhere.py": "nowhere.py: no such file",
-    "--reward bad.py": "bad.py:2: does not parse",
-    "--reward reward.py:absent": "has no function absent",
-    "--reward reward.py:broken": "raised ZeroDivisionError at reward.py:6: division by zero",
-    "--reward reward.py:broken --apart": "raised ZeroDivisionError at reward.py:6: division by zero",
-    "--reward reward.py:nan": "the reward of prompts.jsonl:",
-    "--reward reward.py:leaves": "raised SystemExit at reward.py:16: 3",
-    "--reward reward.py:word": "returned '1.0'",
-    "--reward reward.py:nothing": "returned None",
-    "--reward reward.py:endless --reward-seconds 0.5": "took longer than 0.5 seconds",
-    "--reward ends.py": "ends.py:1: SystemExit: 0",
-    "--lora-from adapter": "adapter/adapter_model.safetensors: base_model.model.model.layers.2.mlp",
-    "--max-new-tokens 100": "prompts.jsonl:1: the prompt has 2 tokens rule: a prompt is never cut",
-    "--reward reward.py:slow --reward-seconds 0.05": "took longer than 0.05 seconds",
-    "--prompts bad.jsonl": "bad.jsonl:2: Expecting ':' delimiter",
-    "--prompts odd.jsonl": "odd.jsonl:1: has neither a text nor messages as its prompt",
-    "--prompts chat.jsonl": "chat.jsonl:1: messages, but the tokenizer has no chat template",
-    "--prompts latin.jsonl": "latin.jsonl: not UTF-8",
-    "--prompts half.jsonl": "half.jsonl:1: 'utf-8' codec can't encode",
-    "--prompts empty.jsonl": "has no prompt",
-    "--seq 8": "prompts.jsonl:3: the prompt has 3 tokens",
-    "--train-mesh X=3": "D=16 model dims do not divide into 3 blocks",
-    "--train-mesh X=16": "a multiple of 16",
-    "--train-mesh Z=2": "there are no stages Z",
-    "--serve-mesh Y=3": "KV heads over Y=3",
-    "--eos-id 999": "has the ids 0..255",
-}
+WRONG = pairs("""
+options                                          words of its error
+--reward nowhere.py                              nowhere.py: no such file
+--reward bad.py                                  bad.py:2: does not parse
+--reward reward.py:absent                        has no function absent
+--reward reward.py:broken                        raised ZeroDivisionError at reward.py:6: division by zero
+--reward reward.py:broken --apart                raised ZeroDivisionError at reward.py:6: division by zero
+--reward reward.py:nan                           the reward of prompts.jsonl:
+--reward reward.py:leaves                        raised SystemExit at reward.py:16: 3
+--reward reward.py:word                          returned '1.0'
+--reward reward.py:nothing                       returned None
+--reward reward.py:endless --reward-seconds 0.5  took longer than 0.5 seconds
+--reward ends.py                                 ends.py:1: SystemExit: 0
+--lora-from adapter                              adapter/adapter_model.safetensors: base_model.model.model.layers.2.mlp
+--max-new-tokens 100                             prompts.jsonl:1: the prompt has 2 tokens rule: a prompt is never cut
+--reward reward.py:slow --reward-seconds 0.05    took longer than 0.05 seconds
+--prompts bad.jsonl                              bad.jsonl:2: Expecting ':' delimiter
+--prompts odd.jsonl                              odd.jsonl:1: has neither a text nor messages as its prompt
+--prompts chat.jsonl                             chat.jsonl:1: messages, but the tokenizer has no chat template
+--prompts latin.jsonl                            latin.jsonl: not UTF-8
+--prompts half.jsonl                             half.jsonl:1: 'utf-8' codec can't encode
+--prompts empty.jsonl                            has no prompt
+--seq 8                                          prompts.jsonl:3: the prompt has 3 tokens
+--train-mesh X=3                                 D=16 model dims do not divide into 3 blocks
+--train-mesh X=16                                a multiple of 16
+--train-mesh Z=2                                 there are no stages Z
+--serve-mesh Y=3                                 KV heads over Y=3
+--eos-id 999                                     has the ids 0..255
+""")
 
 
 def test_bad_input_is_refused_by_its_line(folder, capsys):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from refused import evaluated, read_table, refused
+from refused import evaluated, pairs, read_table, refused
 
 from scaling import trace, tree
 from scaling.algebra import derive, matmul, reshard  # noqa: F401 - PLANNED names them
@@ -202,49 +202,51 @@ def main(mesh):
     W_F = quantize("W[D, F] -> W[D, F] {Q_F}", W, mesh, "mxfp8")
     row = quantize("W[D, F_X] -> W[D, F_X] {Q_D}", W, mesh, "fp8-row")
     """
-ILLEGAL = {  # a line: words of its error
-    'quantize("G[D, F] {U_X} -> G[D, F] {Q_F}", W, mesh, "mxfp8")': "a sum is not quantized",
-    'parse("G[D, F] {U_X} {Q_F}")': "a sum is not quantized",
-    'parse("W[D, F] {Q_E}")': "dim E is not a dim",
-    'parse("W[D, F] {Q_D,D}")': "named twice",
-    'parse("Loss[] {Q}")': "keep a number",
-    'quantize("W[D_X, F] -> W[D, F] {Q_D}", W, mesh, "mxfp8")': "changes how an array is held",
-    'quantize("W[D_X, F] -> W[D_X, F]", W, mesh, "mxfp8")': "changes how an array is held",
-    'quantize("W[D_X, F] {Q_D} -> W[D_X, F] {Q_F}", W_D, mesh, "mxfp8")': "changes how an array is held",
-    'quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W[:48], mesh, "mxfp8")': "a shard cuts no block",
-    'quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W, mesh, "fp8-tensor")': "write {Q}",
-    'quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W, mesh, "mxfp6")': "unknown format",
-    'quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W, mesh, ["mxfp8"])': "unknown format",
-    'quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W.long(), mesh, "mxfp8")': "the operand is torch.int64",
-    'quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W.cfloat(), mesh, "mxfp8")': "the operand is torch.complex64",
-    'quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W_D, mesh, "mxfp8")': "the operand is Scaled",
-    'quantize("dIn[D_X, F] -> dIn[D_X, F] {Q_D}", dIn, mesh, "mxfp8")': "rounding has no derivative",
-    'all_gather("W[D_X, F] {Q_D} -> W[D, F]", W_D, mesh)': "moves its values and its scales",
-    'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_F}", W_D, mesh)': "moves its values and its scales",
-    'all_gather("W[D_X, F] {Q_F} -> W[D, F] {Q_F}", W_D, mesh)': "do not follow from those along another",
-    'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", W, mesh)': "one plain array has this type",
-    'all_reduce("W[D, F] {U_X} -> W[D, F]", W_F, mesh)': "a sum is not quantized",
-    'reduce_scatter("W[D, F] {U_X} -> W[D_X, F]", W_F, mesh)': "a sum is not quantized",
-    'broadcast("W[D, F] {U_X} -> W[D, F]", W_F, mesh)': "a sum is not quantized",
-    'shard("W[D, F] {Q_F} -> W[D, F_XYZ] {Q_F}", W_F, AbstractMesh({"X": 2, "Y": 2, "Z": 2}))': "does not divide",
-    'all_to_all("W[D_X, F] {Q_D} -> W[D, F_X] {Q_F}", W_D, mesh)': "moves its values and its scales",
-    'einsum("In[D, F] * W[D, F] {Q_F} -> C[F]", In, W_F)': "every summed dim is in {Q_...}",
-    'einsum("W[D, F] {Q_F} -> C[F]", W_F)': "every summed dim is in {Q_...}",
-    'einsum("W[D_X, F] {Q_F} * In[D_X, B] {Q_D} -> C[F, B] {U_X}", W_F, W_D)': "quantize it again from the master",
-    'einsum("In[B, F] * W[D, F] {Q_F} -> C[B, D] {Q_D}", In, W_F)': "a product is accumulated in float32",
-    'einsum("In[B, F] * W[D, F] {Q_F} -> C[B, D]", In, W)': "is a plain tensor",
-    'einsum("In[B, F] * W[D, F] -> C[B, D]", In, W_F)': "says that an array has scales",
-    'einsum("In[B, D] * W[D, F] {Q_D} -> C[B, F]", dIn, W_F)': "do not follow from those along another",
-    'einsum("In[B, D] * W[D, F_X] {Q_D} -> C[B, F_X]", dIn, row)': "rounding has no derivative",
-    'dequantize("W[D_X, F] {Q_D} -> W[D, F]", W_D, mesh)': "changes how an array is held",
-    'dequantize("W[D_X, F] {Q_D} -> W[D_X, F]", W, mesh)': "values and scales",
-    'reshard("W[D_X, F] {Q_D} -> W[D, F_X] {Q_D}", W, mesh)': "one plain array has this type",
-    'send("W[D, F] {Q_D}", W, mesh, "X", 1)': "one plain array has this type",
-    'all_gather("W[D_X, F] -> W[D, F]", W_D, mesh)': "fix: write {Q_...} on both sides",
-    'transfer("W[D, F] {Q_D} -> W[D, F] {Q_D}", W, mesh, mesh)': "one plain array has this type",
-    'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", Scaled(W_D.q, row.s, None, W_D.format, (-2,)), mesh)': "one rank",
-    'dequantize("W[D_X, F] {Q_D} -> W[D_X, F]", W_D.of([W_D.q.byte(), W_D.s]), mesh)': "parts of torch.uint8",
-}
+# a line: words of its error
+ILLEGAL = pairs("""
+line                                                         words of its error
+quantize("G[D, F] {U_X} -> G[D, F] {Q_F}", W, mesh, "mxfp8")  a sum is not quantized
+parse("G[D, F] {U_X} {Q_F}")                                 a sum is not quantized
+parse("W[D, F] {Q_E}")                                       dim E is not a dim
+parse("W[D, F] {Q_D,D}")                                     named twice
+parse("Loss[] {Q}")                                          keep a number
+quantize("W[D_X, F] -> W[D, F] {Q_D}", W, mesh, "mxfp8")     changes how an array is held
+quantize("W[D_X, F] -> W[D_X, F]", W, mesh, "mxfp8")         changes how an array is held
+quantize("W[D_X, F] {Q_D} -> W[D_X, F] {Q_F}", W_D, mesh, "mxfp8")  changes how an array is held
+quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W[:48], mesh, "mxfp8")  a shard cuts no block
+quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W, mesh, "fp8-tensor")  write {Q}
+quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W, mesh, "mxfp6")   unknown format
+quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W, mesh, ["mxfp8"])  unknown format
+quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W.long(), mesh, "mxfp8")  the operand is torch.int64
+quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W.cfloat(), mesh, "mxfp8")  the operand is torch.complex64
+quantize("W[D_X, F] -> W[D_X, F] {Q_D}", W_D, mesh, "mxfp8")  the operand is Scaled
+quantize("dIn[D_X, F] -> dIn[D_X, F] {Q_D}", dIn, mesh, "mxfp8")  rounding has no derivative
+all_gather("W[D_X, F] {Q_D} -> W[D, F]", W_D, mesh)          moves its values and its scales
+all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_F}", W_D, mesh)    moves its values and its scales
+all_gather("W[D_X, F] {Q_F} -> W[D, F] {Q_F}", W_D, mesh)    do not follow from those along another
+all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", W, mesh)      one plain array has this type
+all_reduce("W[D, F] {U_X} -> W[D, F]", W_F, mesh)            a sum is not quantized
+reduce_scatter("W[D, F] {U_X} -> W[D_X, F]", W_F, mesh)      a sum is not quantized
+broadcast("W[D, F] {U_X} -> W[D, F]", W_F, mesh)             a sum is not quantized
+shard("W[D, F] {Q_F} -> W[D, F_XYZ] {Q_F}", W_F, AbstractMesh({"X": 2, "Y": 2, "Z": 2}))  does not divide
+all_to_all("W[D_X, F] {Q_D} -> W[D, F_X] {Q_F}", W_D, mesh)  moves its values and its scales
+einsum("In[D, F] * W[D, F] {Q_F} -> C[F]", In, W_F)          every summed dim is in {Q_...}
+einsum("W[D, F] {Q_F} -> C[F]", W_F)                         every summed dim is in {Q_...}
+einsum("W[D_X, F] {Q_F} * In[D_X, B] {Q_D} -> C[F, B] {U_X}", W_F, W_D)  quantize it again from the master
+einsum("In[B, F] * W[D, F] {Q_F} -> C[B, D] {Q_D}", In, W_F)  a product is accumulated in float32
+einsum("In[B, F] * W[D, F] {Q_F} -> C[B, D]", In, W)         is a plain tensor
+einsum("In[B, F] * W[D, F] -> C[B, D]", In, W_F)             says that an array has scales
+einsum("In[B, D] * W[D, F] {Q_D} -> C[B, F]", dIn, W_F)      do not follow from those along another
+einsum("In[B, D] * W[D, F_X] {Q_D} -> C[B, F_X]", dIn, row)  rounding has no derivative
+dequantize("W[D_X, F] {Q_D} -> W[D, F]", W_D, mesh)          changes how an array is held
+dequantize("W[D_X, F] {Q_D} -> W[D_X, F]", W, mesh)          values and scales
+reshard("W[D_X, F] {Q_D} -> W[D, F_X] {Q_D}", W, mesh)       one plain array has this type
+send("W[D, F] {Q_D}", W, mesh, "X", 1)                       one plain array has this type
+all_gather("W[D_X, F] -> W[D, F]", W_D, mesh)                fix: write {Q_...} on both sides
+transfer("W[D, F] {Q_D} -> W[D, F] {Q_D}", W, mesh, mesh)    one plain array has this type
+all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", Scaled(W_D.q, row.s, None, W_D.format, (-2,)), mesh)  one rank
+dequantize("W[D_X, F] {Q_D} -> W[D_X, F]", W_D.of([W_D.q.byte(), W_D.s]), mesh)  parts of torch.uint8
+""")
 PLANNED = (
     "reshard('A[I_X, J] {Q_J}', 'A[I, J_X]')", "matmul('A[I, J_X] {Q_J}', 'B[J, K]')",
     "derive('In[B_X, D] * W[D, F] {Q_D} -> Out[B_X, F]')",

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import evaluated, refused
+from refused import evaluated, pairs, refused
 
 from scaling import schedules
 from scaling.schedules import SCHEDULES, Backward, BackwardInput, Forward, ReduceGrads, make, split_backward
@@ -108,17 +108,21 @@ def test_deadlock_is_found_and_named():
 
 
 FORMS = "make", "bubbles.bubble_time", "bubbles.bubble", "bubbles.live_activations"
-REFUSED = {  # what is asked for: what is said
-    "make('pipe', 2, 2)": "unknown schedule 'pipe'",
-    "make('interleaved', 2, 4).layer_order(6)": "use a multiple of 4 layers",
-    "schedules.one_f_one_b(2, 4, 2)": "use interleaved for several",
-    "make('interleaved:1000000000', 2, 4)": "at most 1000", "schedules.dualpipe_v(2, 4, 3)": "2 chunks",
-    "bubbles.bubble_time('zb-h1', 2, 4, 1, Times(1, 1, 2))": "W <= F",
-    "bubbles.bubble_time('dualpipev', 2, 4, 2, Times(1, 2, 1))": "F = B >= W",
-    "bubbles.bubble_time('gpipe', 2, 4, 1, Times(hop=1))": "no time for transfers",
-    "bubbles.bubble('dualpipev', 2, 4, 2, Times(overlapped=2))": "differs from rank to rank",
-    "split_backward(make('dualpipev', 2, 4))": "is not split", "split_backward(make('1f1b', 4, 8), 0)": "collect = 0",
-}  # fmt: skip
+# what is asked for: what is said
+REFUSED = pairs("""
+call                                                       words of its error
+make('pipe', 2, 2)                                         unknown schedule 'pipe'
+make('interleaved', 2, 4).layer_order(6)                   use a multiple of 4 layers
+schedules.one_f_one_b(2, 4, 2)                             use interleaved for several
+make('interleaved:1000000000', 2, 4)                       at most 1000
+schedules.dualpipe_v(2, 4, 3)                              2 chunks
+bubbles.bubble_time('zb-h1', 2, 4, 1, Times(1, 1, 2))      W <= F
+bubbles.bubble_time('dualpipev', 2, 4, 2, Times(1, 2, 1))  F = B >= W
+bubbles.bubble_time('gpipe', 2, 4, 1, Times(hop=1))        no time for transfers
+bubbles.bubble('dualpipev', 2, 4, 2, Times(overlapped=2))  differs from rank to rank
+split_backward(make('dualpipev', 2, 4))                    is not split
+split_backward(make('1f1b', 4, 8), 0)                      collect = 0
+""")
 REFUSED |= {f"make({name!r}, 0, 4)": "stages = 0: must be a whole number" for name in SCHEDULES}
 REFUSED |= {f"make({name!r}, 2, 1.5)": "microbatches = 1.5: must be a whole number" for name in SCHEDULES}
 REFUSED |= {f"{form}(*{case}, 2)": f"{case[0]}: {case[2]} microbatches are" for case in UNDEFINED for form in FORMS}

@@ -10,7 +10,7 @@ import torch
 from beside_jax import close, filling
 from machine import on_ranks
 from programs import TABLES, evaluate
-from refused import refused
+from refused import pairs, refused
 from torch.func import grad, jvp, vjp, vmap
 
 from scaling import shard_map as manual
@@ -244,31 +244,34 @@ def function_of(text: str, **given):
     return eval(f"lambda x: {text}", vars(manual) | vars(torch.func) | globals() | given)
 
 
-PROGRAMS = {  # of x[B_X, D] -> the result's type: words of the error
-    "x -> x[B, D]": "result is invariant",
-    "all_gather(x, 'X', tiled=True) -> x[B, D]": "psum or pmean over X",
-    "psum(x, ('X', 'Y')) -> x[B, D]": "one type over all the axes",
-    "(x if x.sum() > 0 else -x) -> x[B_X, D]": "decides nothing",
-    "x + torch.rand(6) -> x[B_X, D]": "draw the whole array outside",
-    "x[x > 0] -> x[B_X]": "one shape",
-    "torch.zeros(6).double().add_(x.sum(0)) -> x[D]": "x = x + y in place of",  # and no longer invariant
-    "(torch.zeros(6) > 0).__ior__(x[0] > 0) -> x[D]": "torch.where or torch.cat in place of x[i] = y",
-    "x -> x[B_X, D] {U_Y}": "terms of a sum",
-    "pcast(x, 'X', to='unreduced') + 2 -> x[B, D] {U_X}": "once for each device",
-    "pcast(x, 'X', to='unreduced') + x -> x[B, D] {U_X}": "once for each device",
-    "pcast(x, 'X', to='unreduced') * x -> x[B, D] {U_X}": "may only meet what is replicated",
-    "vmap(lambda row: row * row)(pcast(x, 'X', to='unreduced')) -> x[B, D] {U_X}": "product of sums",
-    "pcast(x[:1], 'Y', to='reduced') + x -> x[B_X, D]": "is reduced or varies",
-    "pcast(x, 'Y', to='reduced') -> x[B_X, D]": "which no out_spec says",
-    "psum(pcast(x, 'Y', to='reduced'), 'Y') -> x[B_X, D]": "one type over all",
-    "pmax(pcast(x, 'X', to='unreduced'), 'Y') -> x[B]": "reduced first",
-    "pcast(x, 'X', to='reduced') -> x[B_X, D]": "over all the axes",
-    "vjp(torch.neg, pcast(x, 'X', to='unreduced'))[1](x)[0] -> x[B_X, D]": "has a reduced one",
-    "vjp(torch.sin, axis_index('Y') * 0.0)[1](x[0, 0]) -> x[]": "value's type",
-    "ppermute(x, 'X', [(0, 1), (2, 1)]) -> x[B_X, D]": "from one at most",
-    "psum_scatter(x, 'X', tiled=True) -> x[B_X, D]": "cut into 4 blocks",
-    "x -> x[B_X]": "a type names each dim",
-}
+# of x[B_X, D] -> the result's type: words of the error
+PROGRAMS = pairs("""
+program                                                   words of its error
+x -> x[B, D]                                              result is invariant
+all_gather(x, 'X', tiled=True) -> x[B, D]                 psum or pmean over X
+psum(x, ('X', 'Y')) -> x[B, D]                            one type over all the axes
+(x if x.sum() > 0 else -x) -> x[B_X, D]                   decides nothing
+x + torch.rand(6) -> x[B_X, D]                            draw the whole array outside
+x[x > 0] -> x[B_X]                                        one shape
+# and no longer invariant
+torch.zeros(6).double().add_(x.sum(0)) -> x[D]            x = x + y in place of
+(torch.zeros(6) > 0).__ior__(x[0] > 0) -> x[D]            torch.where or torch.cat in place of x[i] = y
+x -> x[B_X, D] {U_Y}                                      terms of a sum
+pcast(x, 'X', to='unreduced') + 2 -> x[B, D] {U_X}        once for each device
+pcast(x, 'X', to='unreduced') + x -> x[B, D] {U_X}        once for each device
+pcast(x, 'X', to='unreduced') * x -> x[B, D] {U_X}        may only meet what is replicated
+vmap(lambda row: row * row)(pcast(x, 'X', to='unreduced')) -> x[B, D] {U_X}  product of sums
+pcast(x[:1], 'Y', to='reduced') + x -> x[B_X, D]          is reduced or varies
+pcast(x, 'Y', to='reduced') -> x[B_X, D]                  which no out_spec says
+psum(pcast(x, 'Y', to='reduced'), 'Y') -> x[B_X, D]       one type over all
+pmax(pcast(x, 'X', to='unreduced'), 'Y') -> x[B]          reduced first
+pcast(x, 'X', to='reduced') -> x[B_X, D]                  over all the axes
+vjp(torch.neg, pcast(x, 'X', to='unreduced'))[1](x)[0] -> x[B_X, D]  has a reduced one
+vjp(torch.sin, axis_index('Y') * 0.0)[1](x[0, 0]) -> x[]  value's type
+ppermute(x, 'X', [(0, 1), (2, 1)]) -> x[B_X, D]           from one at most
+psum_scatter(x, 'X', tiled=True) -> x[B_X, D]             cut into 4 blocks
+x -> x[B_X]                                               a type names each dim
+""")
 
 LARGE = {"into": "x[B_X, D]", "mesh": MESH}
 SPECS = {"A[B_X]": "dims", "A[B, D_X]": "does not divide", "A[B_Z, D]": "unknown mesh axis", "A[B, D] {U_X}": "U"}

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from machine import on_ranks
-from refused import evaluated, refused
+from refused import evaluated, pairs, refused
 from torch import nn
 from torch.func import functional_call, grad
 
@@ -185,22 +185,23 @@ def once(module, *operands):
 
 IDS, ROWS = torch.tensor([[1, 2]]), torch.randn(2, 6)
 DROPS, X2 = nn.Sequential(nn.Dropout()), AbstractMesh({"X": 2})
-WORDS = {
-    "once(nn.Embedding(7, 6, max_norm=0.1), IDS)": "the module: Embedding writes to weight (aten::embedding_renorm_)",
-    "once(nn.EmbeddingBag(7, 6, max_norm=0.1), IDS)": "writes to weight (aten::embedding_renorm_), which ",
-    "once(nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True)), torch.randn(2, 3, 4))":
-        "0: InstanceNorm1d writes to 0.running_mean",
-    "once(nn.utils.spectral_norm(nn.Linear(6, 6)), ROWS)": "writes to weight_v",
-    "once(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), ROWS)": "writes to parametrizations.weight.0._",
-    "once(Counts(), ROWS)": "the module replaces steps",
-    "once(nn.LSTM(6, 5, 2, dropout=0.5), ROWS)": "LSTM draws random numbers",
-    "once(Draws(lambda: torch.rand(6)), ROWS)": "Draws draws random numbers (aten::rand)",
-    "once(Draws(random.random), ROWS)": "the module draws random numbers of Python's or numpy's",
-    "once(nn.Sequential(nn.Dropout()), ROWS)": "0: Dropout draws random numbers, which every rank would draw alike",
-    "call(lambda p, x: nn.functional.dropout(x), {}, {}, X2)({}, ROWS)": "the function draws random numbers",
-    "call(DROPS, {}, {}, X2, dropped={'0': 'x[B_X, D]'})({}, ROWS)": "0: Dropout is given no seed",
-    "call(DROPS, {}, {}, X2, dropped={'0': 'x[B_X]'})({}, ROWS, seed=1)": "its type has 1 dims",
-}  # fmt: skip
+WORDS = pairs("""
+call                                                 words of its error
+once(nn.Embedding(7, 6, max_norm=0.1), IDS)          the module: Embedding writes to weight (aten::embedding_renorm_)
+once(nn.EmbeddingBag(7, 6, max_norm=0.1), IDS)       writes to weight (aten::embedding_renorm_), which
+once(nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True)), torch.randn(2, 3, 4))
+    0: InstanceNorm1d writes to 0.running_mean
+once(nn.utils.spectral_norm(nn.Linear(6, 6)), ROWS)  writes to weight_v
+once(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), ROWS)  writes to parametrizations.weight.0._
+once(Counts(), ROWS)                                 the module replaces steps
+once(nn.LSTM(6, 5, 2, dropout=0.5), ROWS)            LSTM draws random numbers
+once(Draws(lambda: torch.rand(6)), ROWS)             Draws draws random numbers (aten::rand)
+once(Draws(random.random), ROWS)                     the module draws random numbers of Python's or numpy's
+once(nn.Sequential(nn.Dropout()), ROWS)              0: Dropout draws random numbers, which every rank would draw alike
+call(lambda p, x: nn.functional.dropout(x), {}, {}, X2)({}, ROWS)  the function draws random numbers
+call(DROPS, {}, {}, X2, dropped={'0': 'x[B_X, D]'})({}, ROWS)  0: Dropout is given no seed
+call(DROPS, {}, {}, X2, dropped={'0': 'x[B_X]'})({}, ROWS, seed=1)  its type has 1 dims
+""")
 test_what_draws_or_writes_is_refused_by_name = refused(evaluated(WORDS, globals()))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from misuse import rooms
 from problems import SIGMOID, SOFTMAX, problem
-from refused import evaluated, refused
+from refused import evaluated, pairs, refused
 from test_transformer_mesh import EXPERTS, PLAIN
 
 from scaling.mesh import AbstractMesh, Mesh
@@ -99,22 +99,30 @@ def test_no_argument_that_is_spoiled_gives_a_wrong_number(name):
     assert len(outcomes) == 2  # right and refused
 
 
-REFUSED |= {
-    "over_4(7, 4, 2, form='zigzag')": "fix: pad T to 32",
-    "over_4(8, 6, 2, form='ulysses')": "N=6 query heads do not divide over 4 ranks", "over_4(8, 6, 4)": "K divides N",
-    "over_4(form='usp')": "fix: axis=('C', 'Y')", "over_4(axis=('C', 'Y'))": "fix: axis='C', or form='usp'",
-    "over_4(window=0)": "window = 0", "over_4(segments=torch.zeros(1, 9, **META))": "segments of shape",
-    "over_4(dtype=torch.float32)": "one dtype",
-    "context.work('rings', 24, 4)": "form = 'rings': one of 'ring', 'zigzag'",
-}  # fmt: skip
+REFUSED |= pairs("""
+call                                        words of its error
+over_4(7, 4, 2, form='zigzag')              fix: pad T to 32
+over_4(8, 6, 2, form='ulysses')             N=6 query heads do not divide over 4 ranks
+over_4(8, 6, 4)                             K divides N
+over_4(form='usp')                          fix: axis=('C', 'Y')
+over_4(axis=('C', 'Y'))                     fix: axis='C', or form='usp'
+over_4(window=0)                            window = 0
+over_4(segments=torch.zeros(1, 9, **META))  segments of shape
+over_4(dtype=torch.float32)                 one dtype
+context.work('rings', 24, 4)                form = 'rings': one of 'ring', 'zigzag'
+""")
 CALLS |= {f"work {given}": partial(context.work, "ring", **{"T": 24, "C": 4} | given) for given in SIZES}
 CALLS |= {f"{i} {' '.join(given)}": partial(context.attention, Q, K, V, MESH, **given) for i, given in enumerate(SPLIT)}
-REFUSED |= {
-    "context.to_zigzag(Q, 9, MESH)": "", "context.from_zigzag(Q, '1', MESH)": "",
-    "context.to_zigzag(None, 1, MESH)": "", "context.positions('zigzag', 7, MESH)": "",
-    "context.to_zigzag(torch.empty(3, **META), 0, AbstractMesh({'C': 2}))": "",
-    "context.positions('plain', 8, MESH)": "", "context.positions('ring', -8, MESH)": "",
-}  # fmt: skip
+REFUSED |= pairs("""
+call                                  words of its error
+context.to_zigzag(Q, 9, MESH)
+context.from_zigzag(Q, '1', MESH)
+context.to_zigzag(None, 1, MESH)
+context.positions('zigzag', 7, MESH)
+context.to_zigzag(torch.empty(3, **META), 0, AbstractMesh({'C': 2}))
+context.positions('plain', 8, MESH)
+context.positions('ring', -8, MESH)
+""")
 test_an_axis_that_the_mesh_has_not = refused(
     {"Q": partial(context.attention, Q, K, V, MESH, axis="Q")}, always="unknown mesh axis Q"
 )
@@ -131,17 +139,19 @@ def laid_out(axis="X", **layout):
     return expert.moe(params, x, SOFTMAX, AbstractMesh({"X": 3, "Y": 2}), axis, **layout)
 
 
-REFUSED |= {
-    "laid_out()": "8 experts do not divide over 3 ranks",
-    "laid_out('Y', spec='x[B_X, T, D]')": "fix: split B over the experts' axes Y, too",
-    "laid_out('Y', tensor='Y')": "fix: split F over axes that split neither tokens nor experts, not Y",
-    "laid_out('Y', spec='x[B_Y, D]')": "x[B_Y, D]\n  rule: the tokens of a layer",
-    "laid_out('Y', spec='x[B_Y, T, D_X]')": "x[B_Y, T, D_X]\n  rule: the tokens of a layer",
-    "routed(SIGMOID, W_gate=None)": 'params["W_gate"]: missing',
-    "routed(SIGMOID, shared=None)": 'params["shared"]["W_gate"]: missing',
-    "routed(SIGMOID, W_out=torch.zeros(8, 9, 6))": 'params["W_out"]: W_out[E_X, F, D] has the shape',
-    "routed(SIGMOID, bias=torch.zeros(1))": 'params["bias"]: bias[E] has the shape', "routed(PLAIN)": "has the shape",
-}  # fmt: skip
+REFUSED |= pairs(r"""
+call                                         words of its error
+laid_out()                                   8 experts do not divide over 3 ranks
+laid_out('Y', spec='x[B_X, T, D]')           fix: split B over the experts' axes Y, too
+laid_out('Y', tensor='Y')                    fix: split F over axes that split neither tokens nor experts, not Y
+laid_out('Y', spec='x[B_Y, D]')              x[B_Y, D]\n  rule: the tokens of a layer
+laid_out('Y', spec='x[B_Y, T, D_X]')         x[B_Y, T, D_X]\n  rule: the tokens of a layer
+routed(SIGMOID, W_gate=None)                 params["W_gate"]: missing
+routed(SIGMOID, shared=None)                 params["shared"]["W_gate"]: missing
+routed(SIGMOID, W_out=torch.zeros(8, 9, 6))  params["W_out"]: W_out[E_X, F, D] has the shape
+routed(SIGMOID, bias=torch.zeros(1))         params["bias"]: bias[E] has the shape
+routed(PLAIN)                                has the shape
+""")
 
 SPECS = {"In": "In[B, D]", "W": "W[D, D2]", "Out": "Out[B, D]"}
 EYE = torch.eye(2)  # as many rows as a listing returns parts: an array alone would be taken apart into its rows
