@@ -33,7 +33,7 @@ SEEDS = 2**63 - 1  # the greatest seed
 WIDEST, NARROWEST = 100, 60  # columns
 BINARY = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}  # a batch has sequences of 2^n tokens
 DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-LARGEST_COUNT = 1e20  # the largest count that is read
+LARGEST, LARGEST_COUNT = 10**9, 1e20  # the largest whole number that is read, and the largest count such as 4M
 WORD = 150  # characters of the longest word that an error quotes whole, as a path is
 PROFILE = "profile what the ranks run, and write it: to FILE.json or into a folder"
 
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, _folded(f"{self.prog}: error: {message}\n  `{self.prog} --help` lists the options") + "\n")
 
 
-def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:
+def integer(least: int = 0, most: int = LARGEST) -> Callable[[str], int]:
     """Return a type for argparse: an int from `least` to `most`."""
 
     def read(text: str) -> int:
@@ -126,7 +126,9 @@ def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:
         except ValueError:
             value = None
         if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a whole number from {least} to {most}")
+            high = value is not None and value > most
+            bounds = f"from {least} to {most}" if high or most != LARGEST else f"of at least {least}"
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a whole number {bounds}")
         return value
 
     return read
@@ -158,8 +160,9 @@ def parse_count(text: str, units: dict = BINARY) -> float:
     except ValueError:
         value = math.inf
     if not 0 < value <= LARGEST_COUNT:
-        about = f"is not a number from 1 to {LARGEST_COUNT:g}; fix: write 4M, 4194304 or 4e6"
-        raise argparse.ArgumentTypeError(f"{shortened(text)!r} {about}")
+        low = re.fullmatch(r"-\d*\.?\d+|0+", text, re.ASCII)
+        about = "a whole number of at least 1" if low else "a number; fix: write 4M, 4194304 or 4e6"
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not {about}")
     return value
 
 

@@ -17,6 +17,7 @@ from scaling.spec import DTYPE_BYTES
 
 STRUCTURE = {"base": str, "variants": dict, "flops": dict, "efficiency": dict, "levels": list, "measured": list}
 STRUCTURE |= {"name": str, "pod": list, "slices": list, "host": list}
+ALSO = {"trainium2": "trn2", "trillium": "v6e", "ironwood": "7x", "v7x": "7x", "mi300": "mi300x"}  # other names
 CLASS = {"gpu": "a100", "tpu": "v5p"}  # whose efficiency a chip of this kind has that gives none
 NEEDED = {"tpu": ("axes", "link_bw", "wrap"), "gpu": ("levels",), "cpu": ()}  # plans also need hbm_bytes and flops
 
@@ -35,8 +36,8 @@ def chip(name: str, variant: str | None = None) -> Chip:
     variant = after if colon else variant
     if name.endswith(".toml"):
         return load_chip(name, variant)
-    key = re.sub(r"tpu|rtx|[ _-]", "", name.lower())
-    key = next((known for known in registry() if key == known.removeprefix("rtx")), key)
+    key = re.sub(r"nvidia|geforce|amd|tpu|rtx|sxm\d?|[ _-]", "", name.lower())
+    key = next((known for known in registry() if key == known.removeprefix("rtx")), ALSO.get(key, key))
     if key not in registry():
         raise ValueError(
             f"unknown chip {name!r}\n  fix: give one of {', '.join(registry())}, or the path of a .toml file"

@@ -1,7 +1,7 @@
 """The class of a forecast, and the error of published runs of that class (published.toml, `errors`)."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,20 @@ def runs_table() -> dict:
     return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
+def run_rows() -> Iterator[dict]:
+    """Yield the published runs as tables. The runs of `rows` only say how near forecasts are."""
+    table = runs_table()
+    yield from table["run"]
+    for row in (dict(zip(table["keys"], one, strict=True)) for one in table["rows"]):
+        yield row | row["recipe"] | {row["unit"]: row["value"], "count": "full", "compared": False}
+
+
+@cache
+def run_chips() -> frozenset[str]:
+    """Return the names of the chips of published runs."""
+    return frozenset(row["chip"] for row in run_rows())
+
+
 def class_of(job: Job, chip: Chip) -> str:
     """Return the class of a job on a chip, such as "experts on GPUs"."""
     what = "experts" if job.work.copies else "dense models"
@@ -48,7 +62,9 @@ def error_line(job: Job, chip: Chip) -> str:
     if (error := usual_error(job, chip)) is None:
         return f"no published run of this class is known ({name}): take it as a guess"
     count = runs_table()["errors"][name][1]
-    return f"{count} published run{'s' * (count > 1)} of this class ({name}) are off by {error:.0%} in the median"
+    which = f"{count} published run{'s' * (count > 1)} of this class ({name})"
+    unlike = "" if chip.name.partition(":")[0] in run_chips() else f", none of them on {chip.name}"
+    return f"{which} {'are' if count > 1 else 'is'} off by {error:.0%} in the median{unlike}"
 
 
 def family(l: Layout) -> Amount:
@@ -72,16 +88,16 @@ def practice(kind: str, experts: bool, long: bool) -> Practice:
 
     Runs with sequences of `LONG` or more count only for jobs with such sequences, because these runs split them.
     """
-    table, families, schedules = runs_table(), {0}, {"1f1b"}
+    families, schedules = {0}, {"1f1b"}
     most: dict[str, int] = dict.fromkeys(AXES, 1)
-    for run in (*table["run"], *(dict(zip(table["keys"], one, strict=True)) for one in table["rows"])):
+    for run in run_rows():
         if ("tpu" if chip(run["chip"]).kind == "tpu" else "gpu") != kind:
             continue
         mesh = dict.fromkeys(AXES, 1) | run["mesh"]
         most = {axis: max(most[axis], size) for axis, size in mesh.items()}
         if (get(run["model"]).E > 1) == experts and (long or run["seq"] < LONG):
             families.add(int(family(Layout(**mesh, zero=3 if mesh["fsdp"] > 1 else 1))))
-            schedules.add((run | run.get("recipe", {})).get("schedule", "1f1b"))
+            schedules.add(run.get("schedule", "1f1b"))
     return Practice(tuple(families), tuple(schedules), most)
 
 

@@ -70,14 +70,14 @@ def size(nbytes: float | None) -> str:
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if nbytes >= factor:
             return f"{nbytes / factor:,.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:,.0f} {unit}"
-    return f"{nbytes / 1e3:.3g} kB"
+    return f"{nbytes / 1e3:.3g} kB" if nbytes >= 1e3 else f"{nbytes:,.0f} bytes" if nbytes else "0 GB"
 
 
 def misses(found: Found, memory: str) -> list[str]:
     """Return why nothing fits, by how much, and what would help; `memory` is the line about the smallest's memory."""
     closest, need = found[0], help_needed(found)
     return [
-        f"Nothing fits: of {len(found):,} meshes the smallest, {closest.name}",
+        f"Nothing fits: of {len(found):,} mesh{'es' * (len(found) > 1)} the smallest, {closest.name}",
         f"  ({closest.layout.meaning(closest.job.shards)}; {closest.layout.recipe}),",
         f"holds {size(need['held'])} a chip of {size(need['room'])}: {size(need['missing'])} too many.",
         memory,

@@ -205,7 +205,8 @@ def main(arguments: list[str]) -> int:
     if args.gpu:
         gpu = chip(args.gpu)
         if gpu.kind != "gpu":
-            raise ValueError(f"{gpu.name} is a {gpu.kind}\n  fix: for TPUs use python -m scaling.plan --help")
+            plan = f"python -m scaling.plan --model {args.model} --chip {gpu.name} --chips {args.gpus}"
+            raise ValueError(f"the guide knows GPUs, and {gpu.name} has a torus of links\n  fix: ask {plan}")
     else:
         levels = (Level("node", max(args.gpus, 2), 25e9),)  # not timed
         gpu = Chip("GPU", "gpu", peaks=(("bf16", 1e14),), hbm_bytes=args.memory, levels=levels)

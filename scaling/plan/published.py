@@ -19,7 +19,7 @@ from scaling.common.console import Parser, complain, complaining
 from scaling.configs import get
 from scaling.hardware import Chip, chip
 from scaling.plan.candidates import rank, search
-from scaling.plan.classes import class_of, runs_table
+from scaling.plan.classes import class_of, run_rows, runs_table
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded
@@ -79,10 +79,7 @@ class Beside:
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
     """Return all runs of published.toml."""
-    table = runs_table()
-    more = (dict(zip(table["keys"], row, strict=True)) for row in table["rows"])
-    more = (row | row["recipe"] | {row["unit"]: row["value"], "count": "full", "compared": False} for row in more)
-    return tuple(_read(row, table["sources"]) for row in (*table["run"], *more))
+    return tuple(_read(row, runs_table()["sources"]) for row in run_rows())
 
 
 def _read(row: dict, sources: dict) -> PublishedRun:

@@ -154,10 +154,10 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         live, pool = state.live[work.id], state.pools[event.worker][work.group]
         given = _given(work, live, event.tokens)
         kept = max(0, len(given) - 1)  # accepted proposals, which are in the cache; the last given token is not
-        computed, pages = work.start + len(work.tokens) + kept, pool.count(len(live.tokens) + kept + 1)
+        computed, pages = work.start + len(work.tokens) + kept, pool.count(live.length + kept + 1)
         pool.release(work.pages[pages:], state.tick)
         out = live.out + given
-        tokens = (live.request.prompt + out)[:computed]
+        tokens = (live.request.prompt + out)[:computed] if pool.prefix else ()
         first = work.start // pool.size
         shared, kept = pool.share(list(work.pages[:pages]), tokens, first, state.tick), live.window_pages
         if pool.windowed:
@@ -228,11 +228,11 @@ def _admit(state: State, actions: list[Action]) -> None:
     pools, count = state.pools[worker], Counter(live.group for live in running)
     kept, free = Counter[int](), _free_slots(state, {live.slot for live in running})
     for live in running if worker != PREFILL else ():
-        kept[live.group] += max(0, pools[live.group].count(len(live.tokens)) - len(live.pages))
+        kept[live.group] += max(0, pools[live.group].count(live.length) - len(live.pages))
     waiting = [live for live in state.live.values() if live.where is None]
     for live in waiting[: state.policy.admit(len(running), state.options.slots)]:
         hits = [[] if live.request.scored else pool.match(live.tokens) for pool in pools]
-        needs = [pool.count(len(live.tokens)) - len(hit) for pool, hit in zip(pools, hits, strict=True)]
+        needs = [pool.count(live.length) - len(hit) for pool, hit in zip(pools, hits, strict=True)]
         roomy = [g for g, pool in enumerate(pools) if pool.room(hits[g]) >= needs[g] + kept[g]]
         if not roomy:
             return

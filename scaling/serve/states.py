@@ -210,6 +210,11 @@ class Live:
         return self.request.prompt + self.out
 
     @property
+    def length(self) -> int:
+        """The number of its tokens."""
+        return len(self.request.prompt) + len(self.out)
+
+    @property
     def id(self) -> int:
         """The request's id."""
         return self.request.id
@@ -217,7 +222,7 @@ class Live:
     @property
     def todo(self) -> int:
         """The number of its tokens that are not in the cache."""
-        return len(self.request.prompt) + len(self.out) - self.computed
+        return self.length - self.computed
 
     @property
     def decoding(self) -> bool:

@@ -38,7 +38,7 @@ BAD = {  # (command, arguments): words of the last line
     (show, "--mesh", "X=100000,Y=100000"): "a mesh of 10,000,000,000 devices is not drawn, at most 4,096 are",
     (show, "A[I]", "--sizes", "I=4,I=8"): "--sizes I=4,I=8: dim I is given twice",
     (schedule, "1f1b", "--stages", "2000", "--microbatches", "8000"): "16,000,000 forward passes are not drawn",
-    (schedule, "1f1b", "--stages", "0"): "'0' is not a whole number from 1 to",
+    (schedule, "1f1b", "--stages", "0"): "'0' is not a whole number of at least 1",
     (plan, *PLAN[:-1], "1e400"): "'1e400' is not a number",
     (plan, *PLAN[:-1], NINES): "(5,000 characters)' is not a number",
     (plan, *PLAN, "--top", NINES): "(5,000 characters)' is not a whole number",

@@ -45,7 +45,7 @@ reshard   line="A[I] * B[I] -> C[I]", mesh="X=2", sizes="", chip="v5e"  fix:
 matmul    line="A[I] -> C[I]", mesh="X=2", sizes="", chip="v5e"         fix:
 derive    line="A[I]"                                                   expected '->'
 schedule  name="1f1b", stages="four", microbatches="8"                  whole number
-schedule  name="1f1b", stages="0", microbatches="8"                     '0' is not a whole number from 1
+schedule  name="1f1b", stages="0", microbatches="8"                     '0' is not a whole number of at least 1
 schedule  name="dualpipev", stages="4", microbatches="2"                fix: use at least 8
 memory    model="llama3-8b", mesh="E=2"                                 fix:
 memory    model="llama3-8b", mesh="Y=3"                                 Y divides K

@@ -16,7 +16,7 @@ from scaling.cost import decoding, serving
 from scaling.cost.memory import ROOM
 from scaling.cost.transformer import prefill_flops
 from scaling.hardware import Chip
-from scaling.plan.serve.forecast import ENGINES, Forecast, PromptRun, first_token, likely_token
+from scaling.plan.serve.forecast import ENGINES, Forecast, first_token, likely_token, prompt_run
 from scaling.spec import dtype_bytes
 
 OBJECTIVES = ("throughput", "latency")
@@ -209,7 +209,7 @@ class ServingPlan:
     @cached_property
     def prefill(self) -> float:
         """Seconds of one prompt on this slice, as forecast."""
-        return PromptRun(self.service, self.chip, self.shape).taken(self.chips)
+        return prompt_run(self).taken(self.chips)
 
     @property
     def prefill_servers(self) -> float:

@@ -17,9 +17,10 @@ from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, replica_sh
 from scaling.plan.serve.forecast import ENGINES
 from scaling.plan.serve.goals import deployments
 from scaling.serve.states import POLICIES
-from scaling.spec import ShardingError
+from scaling.spec import ShardingError, dtype_bytes
 
 STORED = ("bf16", "int8", "fp8", "int4", "fp4")
+CONTEXT = 8192  # tokens of a sequence if no length is given
 
 
 def _parser() -> Parser:
@@ -44,7 +45,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--most", type=integer(1), default=256, help="chips of the largest slice tried (default 256)")
     parser.add_argument(
-        "--context", type=whole_count, help="tokens per sequence, prompt and output (default: their sum)"
+        "--context", type=whole_count, help=f"tokens per sequence, prompt and output (default: their sum, or {CONTEXT})"
     )
     parser.add_argument("--prompt", type=whole_count, help="tokens of the prompt (default: context minus output)")
     parser.add_argument("--output", type=whole_count, default=512, help="tokens generated per request (default 512)")
@@ -94,8 +95,7 @@ def service(args) -> Service:
             f"--context {args.context} is not --prompt {args.prompt} + --output {args.output}"
             "\n  fix: leave one of the three out"
         )
-    if not (context := args.context or total):
-        raise ValueError("the length of a sequence is not known\n  fix: give --context, or --prompt and --output")
+    context = args.context or total or CONTEXT
     latency, ttft, tpot = (most and most / 1e3 for most in (args.latency, args.ttft, args.tpot))
     return Service(
         get(args.model), context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu,
@@ -136,9 +136,13 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
     need = asked.load.weights + (fixed.get("batch") or 1) * asked.load.kv(asked.context)
     no_slice = fixed["chips"] and not whole
     slices = f"; {fixed['chips']} are no slice of {hardware.name}, but {counts} are" if no_slice else ""
+    smaller = [{"weights": name} for name in ("fp8", "int4") if dtype_bytes(name) < dtype_bytes(asked.weights)]
+    less = [one for one in smaller if plans(replace(asked, **one), hardware, objective="latency", **fixed)]
+    fits = f"give --weights {less[0]['weights']}, which fits, or " if less else ""
     return (
         f"nothing fits: weights and caches are {need / 1e9:,.1f} GB, at least {-(-need // room):,.0f} chips of "
-        f"{room / 1e9:,.1f} GB{slices}\n  fix: use more chips, smaller dtypes, a shorter context or a smaller batch"
+        f"{room / 1e9:,.1f} GB{slices}\n"
+        f"  fix: {fits}use more chips, smaller dtypes, a shorter context or a smaller batch"
     )
 
 
@@ -188,6 +192,8 @@ def main(arguments: list[str]) -> int:
         return 0
     if waiting:
         print(f"Of {waiting:,} requests {found[0].batch:,} fit at once in each replica; the others wait.\n")
+    if not args.context and not args.prompt:
+        print(f"Counted with {CONTEXT:,} tokens a sequence; give --context, or --prompt and --output.\n")
     print(report.goals_text(goals) + report.text(found, args.objective, args.top, args.price, **fixed))
     if args.pareto:
         price = args.price or hardware.price

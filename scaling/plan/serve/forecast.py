@@ -7,7 +7,9 @@ requests' prompts between its steps. rates.toml has the constants and says how f
 
 import math
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ import numpy as np
 
 from scaling.cost import decoding
 from scaling.cost.lanes import Amount
+from scaling.cost.serving import DecodeStep
 from scaling.hardware import Chip
 
 if TYPE_CHECKING:
@@ -203,11 +206,15 @@ class PromptRun:
         return max(self.peak / self.service.mfu, reduced)
 
     @property
+    def starts(self) -> float:
+        """Seconds in which its kernels start."""
+        gpu = self.chip.kind == "gpu"
+        return float(ENGINES[self.service.engine].starts(self.work(self.chips))) if gpu else 0.0
+
+    @property
     def alone(self) -> float:
         """Seconds to the first token on chips that run prompts alone, and are BUSY."""
-        gpu = self.chip.kind == "gpu"
-        starts = float(ENGINES[self.service.engine].starts(self.work(self.chips))) if gpu else 0.0
-        return starts + (1 + WAIT) * self.taken(self.chips)
+        return self.starts + (1 + WAIT) * self.taken(self.chips)
 
     @property
     def rate(self) -> float:
@@ -215,10 +222,14 @@ class PromptRun:
         return BUSY / self.taken(self.chips)
 
 
+def prompt_run(plan: "ServingPlan") -> PromptRun:
+    """Return the run of a prompt on a plan's slice."""
+    return PromptRun(plan.service, plan.chip, plan.shape)
+
+
 def first_work(plan: "ServingPlan") -> FirstWork:
     """Return the work before a request's first token on GPUs."""
-    own = PromptRun(plan.service, plan.chip, plan.shape)
-    return own.work(plan.chips // plan.groups, plan.batch, plan.tpot)
+    return prompt_run(plan).work(plan.chips // plan.groups, plan.batch, plan.tpot)
 
 
 def first_token(plan: "ServingPlan") -> float:
@@ -226,7 +237,7 @@ def first_token(plan: "ServingPlan") -> float:
     engine = ENGINES[plan.service.engine]
     if plan.chip.kind == "gpu":
         return float(engine.first(first_work(plan)))
-    return (1 + engine.queue * (plan.batch - 1)) * PromptRun(plan.service, plan.chip, plan.shape).taken(plan.chips)
+    return (1 + engine.queue * (plan.batch - 1)) * prompt_run(plan).taken(plan.chips)
 
 
 @dataclass(frozen=True)
@@ -254,23 +265,53 @@ class Forecast:
         return matmuls | rest | {"other requests' prompts": self.prompts}
 
 
+def collective_work(plan: "ServingPlan", tokens: int) -> tuple[float, float]:
+    """Return the seconds of sending at the peak, and the hops, of a decode step of `tokens` sequences."""
+    c, chip, sizes = plan.service.config, plan.chip, dict(plan.sizes)
+    moved = decoding.collectives(plan.form, c, tokens, sizes)
+    if chip.kind != "gpu":
+        return sum(decoding.collective_seconds(one, chip, plan.shape, sizes) for one in moved), 0.0
+    hops = sum(
+        one.times * math.log2(math.prod(sizes.get(axis, 1) for axis in one.axes))
+        for one in moved if one.op != "AllToAll" and "E" not in one.axes
+    )  # fmt: skip
+    ranks = plan.chips // plan.groups  # ranks that share a sequence's attention
+    return 4 * c.L * (1 - 1 / ranks) * tokens / plan.groups * c.D * 2 / chip.bandwidth("node"), hops
+
+
 def token_work(plan: "ServingPlan") -> TokenWork:
     """Return the work of a token of each request."""
-    s, c, chip, step = plan.service, plan.service.config, plan.chip, plan.step
-    ranks = plan.chips // plan.groups  # ranks that share a sequence's attention
-    sent, hops = sum(plan.comms.values()), 0.0
-    if chip.kind == "gpu":
-        sizes = dict(plan.sizes)
-        moved = decoding.collectives(plan.form, c, plan.batch, sizes)
-        hops = sum(
-            one.times * math.log2(math.prod(sizes.get(axis, 1) for axis in one.axes))
-            for one in moved if one.op != "AllToAll" and "E" not in one.axes
-        )  # fmt: skip
-        sent = 4 * c.L * (1 - 1 / ranks) * plan.batch / plan.groups * c.D * 2 / chip.bandwidth("node")
-    between = 0.0 if plan.apart else PromptRun(s, chip, plan.shape).taken(ranks) * plan.batch / s.generated
+    s, c, step = plan.service, plan.service.config, plan.step
+    between = 0.0 if plan.apart else prompt_run(plan).taken(plan.chips // plan.groups) * plan.batch / s.generated
+    sent, hops = collective_work(plan, plan.batch)
     return TokenWork(step.weights, step.math, step.kv, sent, c.L, c.L * c.moe, hops, between)
+
+
+def rates_of(chip: Chip) -> Rates:
+    """Return the rates of a chip's kind."""
+    return GPU if chip.kind == "gpu" else TPU
 
 
 def likely_token(plan: "ServingPlan") -> Forecast:
     """Return the likely time of a token of each request on a plan; it is never less than the bound."""
-    return (GPU if plan.chip.kind == "gpu" else TPU).token(token_work(plan))
+    return rates_of(plan.chip).token(token_work(plan))
+
+
+def likely_step(plan: "ServingPlan") -> Callable[[DecodeStep | None, int, int], float]:
+    """Return the function from a step to its likely seconds on a plan.
+
+    It takes the bounds of the sequences that decode (None if there are none), their number, and the tokens of prompts,
+    which are multiplied with the same weights.
+    """
+    run, rates, c, prompt = prompt_run(plan), rates_of(plan.chip), plan.service.config, plan.service.prompt
+    seconds, starts = run.taken(plan.chips // plan.groups) / prompt, run.starts / prompt
+    moved = cache(partial(collective_work, plan))
+
+    def of(step: DecodeStep | None, sequences: int, tokens: int) -> float:
+        if step is None:
+            return tokens * (seconds + starts)
+        flops = step.math + tokens * seconds / rates.flops
+        work = TokenWork(step.weights, flops, step.kv, moved(sequences)[0], c.L, c.L * c.moe, moved(sequences)[1], 0.0)
+        return tokens * starts + float(rates.token(work).seconds)
+
+    return of

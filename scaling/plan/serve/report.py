@@ -20,6 +20,11 @@ def slice_name(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
+def gain(ratio: float) -> str:
+    """Return a ratio as a change in percent, such as +12%."""
+    return f"{ratio - 1:+.0%}" if abs(ratio - 1) >= 0.005 else "as much"
+
+
 def named_slices(one: ServingPlan) -> str:
     """Return the slice of a plan, with the number of its replicas."""
     return f"{one.replicas} x {slice_name(one.shape)}" if one.replicas > 1 else slice_name(one.shape)
@@ -63,7 +68,7 @@ def off_by(chip: Chip, engine: str = "") -> str:
     return f"such forecasts are off by {error:.0%} in the median of {rows}{unlike}"
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
     """Return seconds in milliseconds."""
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
@@ -74,7 +79,7 @@ def goals_text(goals: Sequence[Deployment]) -> str:
     for one in goals:
         prompts = f"{one.instances} x {one.prompts.chips} chips" if one.prompts else "between steps"
         decode = f"{named_slices(one.decode)}, {one.decode.form}: {_mesh(one.decode)}"
-        times = _ms(one.ttft), _ms(one.tpot), f"{one.requests:,.1f}", f"{one.per_chip:,.1f}"
+        times = ms(one.ttft), ms(one.tpot), f"{one.requests:,.1f}", f"{one.per_chip:,.1f}"
         rows.append((prompts, decode, f"{one.decode.batch:,}", one.chips, *times))
     head = ["prompts", "decoding", "batch", "chips", "TTFT ms", "TPOT ms", "requests/s", "tokens/s\na chip"]
     if not goals:
@@ -134,7 +139,7 @@ def plan_table(found: Sequence[ServingPlan], dollars: float | None, names: Seque
     head = ["slice", "form", "mesh", "batch", "TTFT ms", "TPOT ms", "tokens/s\na chip", "$ a million\ntokens"]
     body = []
     for one in found:
-        row = [named_slices(one), one.form, _mesh(one), f"{one.batch:,}", _ms(one.ttft), _ms(one.tpot)]
+        row = [named_slices(one), one.form, _mesh(one), f"{one.batch:,}", ms(one.ttft), ms(one.tpot)]
         body.append([*row, f"{one.served:,.1f}", f"{dollars * 1e6 / 3600 / one.served:,.3g}" if dollars else ""])
     if names:
         head, body = ["", *head], [[name, *row] for name, row in zip(names, body, strict=True)]
@@ -154,29 +159,34 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     best = found[0]
     used = best.chips * best.replicas
     s, step, hbm, gpu = best.service, best.step, best.chip.need("hbm_bytes"), best.chip.kind == "gpu"
-    ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
-    kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in ms.items())
+    parts = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
+    kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in parts.items())
     dollars, likely = price or best.chip.price, best.likely
-    spent = ", ".join(f"{name} {_ms(part)}" for name, part in likely.parts.items() if part)
+    place = "" if gpu and best.replicas == 1 else f"{named_slices(best)}, "
+    spent = ", ".join(f"{name} {ms(part)}" for name, part in likely.parts.items() if part)
     lines = [asked(s, best.chip), *counted_without(s.config), ""]
     if objective == "throughput" and not (s.latency or s.ttft or s.tpot or fixed.get("batch")):
         lines += ["Latency against throughput, as forecast (balanced: the fastest at half of the most tokens/s):"]
-        choices = tradeoff(found)
+        names: dict[ServingPlan, list[str]] = {}
+        for name, one in tradeoff(found).items():
+            names.setdefault(one, []).append(name)
         lines += [
-            plan_table([*choices.values()], dollars, [*choices]),
+            plan_table([*names], dollars, [", ".join(some) for some in names.values()]),
             "--tpot and --ttft set limits, in ms.",
             "",
             "The most tokens/s by the bound:",
         ]
     lines += [
-        f"Take:       {named_slices(best)}, {used} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
+        f"Take:       {place}{used} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
         f"{_mesh(best)}; batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
-        f"Forecast:   {_ms(likely.seconds)} ms a token of each request, {best.served:,.1f} tokens/s a chip: {spent} ms",
+        f"Forecast:   {ms(likely.seconds)} ms a token of each request, {best.served:,.1f} tokens/s a chip: {spent} ms",
         f"            {off_by(best.chip)}",
-        f"First token: {_ms(best.ttft)} ms, as forecast; "
-        + (off_by(best.chip, s.engine) if gpu else f"at {s.mfu:.0%} MFU; no measured row tells how far off that is"),
+        f"First token: {ms(best.ttft)} ms, as forecast; "
+        + (
+            off_by(best.chip, s.engine) if gpu else f"at {s.mfu:.0%} MFU, and no measured row tells how far off that is"
+        ),
         f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound of decoding, "
         f"{best.per_chip:,.1f} a chip, {1 / step.seconds:,.1f} for each request"
         + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
@@ -195,7 +205,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         lines += ["", "What would change it:"]
         lines += [
             f"  {what}: {named_slices(one)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
-            f"{one.per_chip:,.1f} tokens/s a chip ({one.per_chip / best.per_chip - 1:+.0%})" for what, one in changed
+            f"{one.per_chip:,.1f} tokens/s a chip ({gain(one.per_chip / best.per_chip)})" for what, one in changed
         ]  # fmt: skip
     return folded(lines)
 

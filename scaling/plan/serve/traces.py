@@ -1,4 +1,4 @@
-"""A plan under load: random requests through the engine's own scheduler, in the cost model's time.
+"""A plan under load: random requests through the engine's own scheduler, in the times that are forecast.
 
     served = under_load(best, rate=2.0, policy="chunked", count=64, seed=0)       a scaling.serve.simulate.Simulated
     print(gantt(served, 40))
@@ -6,11 +6,15 @@
 `scaling.serve.scheduler` decides the steps, as it does in the engine; only their times are modelled.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from scaling.cost import decoding, serving
+from scaling.cost import serving
 from scaling.plan.serve.candidates import ServingPlan as Plan
+from scaling.plan.serve.forecast import likely_step
+from scaling.plan.serve.report import ms
 from scaling.serve.requests import Request
 from scaling.serve.simulate import Simulated, simulate
 from scaling.serve.states import PREFILL, Move, Options, Run, Work
@@ -22,12 +26,11 @@ BUDGET = 512  # tokens of a step under the policy "chunked"
 
 
 def modelled(plan: Plan) -> Callable[[Run | Move], float]:
-    """Return the function from an action to its seconds on the plan's slice.
+    """Return the function from an action to its seconds on the plan's slice, as forecast.
 
-    A step takes its bound, with the FLOPs of prompts at the service's MFU. A cache moves over the datacenter's network
-    of all chips, or at once if the chip's file has no such network.
+    A cache moves over the datacenter's network of all chips, or at once if the chip's file has no such network.
     """
-    s, sizes = plan.service, dict(plan.sizes)
+    step_seconds = likely_step(plan)
 
     def computed(works: Sequence[Work]) -> list[tuple[int, int]]:
         """Return [(tokens, keys that they see)] as if each group had the works of the busiest, which all wait for."""
@@ -38,13 +41,12 @@ def modelled(plan: Plan) -> Callable[[Run | Move], float]:
         if isinstance(action, Move):
             return plan.load.kv(action.tokens) / (plan.chips * plan.chip.dcn_bw) if plan.chip.dcn_bw else 0.0
         works = computed(action.works)
-        step = serving.mixed(plan.load, works, plan.chip, plan.chips, s.compute)
-        new = sum(tokens for tokens, _ in works)
+        decoded = [work for work in works if work[0] == 1]
         prompts = sum(tokens for tokens, _ in works if tokens > 1)
-        moved = decoding.collectives(plan.form, s.config, new, sizes)
-        comms = sum(decoding.collective_seconds(one, plan.chip, plan.shape, sizes) for one in moved)
-        slower = step.math * ((prompts / s.mfu + new - prompts) / new)
-        return serving.DecodeStep(plan.copies * step.kv, step.weights, slower, comms).seconds
+        if not decoded:
+            return step_seconds(None, 0, prompts)
+        step = serving.mixed(plan.load, decoded, plan.chip, plan.chips, plan.service.compute)
+        return step_seconds(replace(step, kv=plan.copies * step.kv), len(decoded), prompts)
 
     return seconds
 
@@ -84,12 +86,15 @@ def gantt(served: Simulated, width: int = 80, seconds: float | None = None, most
 def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
     """Return the text that is printed under the plan."""
     slices = "two slices, one that prefills" if policy == "disaggregated" else "one slice"
-    at = {(what, p): 1e3 * served.percentile(what, p) for what in ("ttft", "tpot") for p in (50, 95)}
+    enough = math.ceil(rate / plan.requests)
+    queue = [f"  the plan serves {plan.requests:.3g} requests a second: {enough} of it would serve {rate:g}"]
+    at = {(what, p): ms(served.percentile(what, p)) for what in ("ttft", "tpot") for p in (50, 95)}
     return "\n".join([
-        f"Simulated: {len(served.requests)} requests, {rate:g} a second, {policy} on {slices}; the engine's scheduler",
-        f"  {served.throughput:,.0f} tokens/s; TTFT p50 {at['ttft', 50]:,.4g} ms, p95 {at['ttft', 95]:,.4g} ms; "
-        f"TPOT p50 {at['tpot', 50]:,.4g} ms, p95 {at['tpot', 95]:,.4g} ms",
-        "", f"Requests, {served.seconds:.3g} s across: P prompt, d decode, . waiting", gantt(served),
+        f"Simulated as forecast: {len(served.requests)} requests, {rate:g} a second, {policy} on {slices}",
+        f"  {served.throughput:,.0f} tokens/s; TTFT p50 {at['ttft', 50]} ms, p95 {at['ttft', 95]} ms; "
+        f"TPOT p50 {at['tpot', 50]} ms, p95 {at['tpot', 95]} ms",
+        *(queue if enough > 1 else []), "",
+        f"Requests, {served.seconds:.3g} s across: P prompt, d decode, . waiting", gantt(served),
     ])  # fmt: skip
 
 
