@@ -42,7 +42,7 @@ from scaling.show import svg
 from scaling.show.frames import frames_of, text
 from scaling.spec import ShardingError, parse
 from scaling.strategies import context
-from scaling.strategies.context.compare import costs
+from scaling.strategies.context import costs
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="C=4", device=True, seed=True)

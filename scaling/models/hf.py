@@ -23,8 +23,17 @@ from scaling.configs import load as load_config
 from scaling.configs.hugging_face_tables import experts_packed, weight_blocks
 from scaling.configs.hugging_face_write import write_config as table_of
 from scaling.mesh import AbstractMesh
-from scaling.models.hf_layout import FileLayout, layer_numbers, leaf_layouts
-from scaling.models.hf_scaled import BLOCKS, EXPONENTS, PackedSlice, ScaledSlice, is_scale, scale_of
+from scaling.models.hf_layout import (
+    BLOCKS,
+    EXPONENTS,
+    FileLayout,
+    PackedSlice,
+    ScaledSlice,
+    is_scale,
+    layer_numbers,
+    leaf_layouts,
+    scale_of,
+)
 from scaling.models.leaves import STACKS, specs_of
 from scaling.models.params import IN_ORDER, Places, places_of, stored_sizes
 from scaling.models.pointwise import XIELU

@@ -11,5 +11,5 @@ config, mesh)`. Start reading at `fsdp`, which is one page, and go on in this or
     context, expert                     attention over a split sequence; experts over an axis
     transformer                         all axes at once
     collective_matmul                   products that overlap with a collective, hop by hop (Part 10)
-    stateless, purity                   an nn.Module as a pure function, for strategies of your own
+    stateless                           an nn.Module as a pure function, for strategies of your own
 """

@@ -17,7 +17,7 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import blockwise, tiles
 from scaling.models.pointwise import vjp as tape
 from scaling.strategies import context
-from scaling.strategies.context.compare import costs
+from scaling.strategies.context import costs
 from scaling.strategies.context.ring import _from_whole
 from scaling.trace import trace
 
