@@ -75,14 +75,6 @@ class Batches:
         epoch, at = divmod(place, self.sequences)
         return self.places[int(epoch_order(self.seed, epoch, self.sequences)[at])]
 
-    def chosen(self, seen: int) -> list[int]:
-        """Return the indices of the next batch's sequences after `seen` sequences."""
-        return [self.number(place) for place in range(seen, seen + self.batch)]
-
-    def at(self, seen: int) -> Batch:
-        """Return the batch that follows the first `seen` sequences."""
-        return self.rows(self.chosen(seen))
-
     def rows(self, numbers: Sequence[int]) -> Batch:
         """Return the batch made of the sequences with these indices."""
         return stacked([self.row(i) for i in numbers])
@@ -106,7 +98,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Batches of sequences from several sources, in proportion to their weights."""
+    """Batches of sequences from one or several sources, in proportion to their weights."""
 
     sources: tuple[Batches, ...]
     weights: tuple[float, ...]
@@ -152,7 +144,7 @@ def stacked(rows: Sequence[Batch]) -> Batch:
     return tokens, targets, segments
 
 
-def ahead(source: "Batches | Mixture", seen: int, batch: int) -> Iterator[Batch]:
+def ahead(source: Mixture, seen: int, batch: int) -> Iterator[Batch]:
     """Yield the batches that follow the first `seen` sequences, while a thread prefetches the next one."""
     with ThreadPoolExecutor(1, "batches") as reader:
         coming = reader.submit(source.at, seen)
@@ -172,8 +164,8 @@ def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 
 
 
 def leave_out(
-    train: Batches | Mixture, valid: Sequence[Batches], before: Sequence[Sequence[Any]]
-) -> tuple[Batches | Mixture, list[list[Any]], int]:
+    train: Mixture, valid: Sequence[Batches], before: Sequence[Sequence[Any]]
+) -> tuple[Mixture, list[list[Any]], int]:
     """Exclude from training all text that the run holds out now or held out earlier.
 
     Text that was held out earlier is recognized only where the data still hold it at the same position.
@@ -187,16 +179,15 @@ def leave_out(
         The batches without the sequences that touch text held out earlier; [first token, last, a digest of the first
         of them] for every held-out range from now on; and the number of earlier ranges that were not found.
     """
-    sources = train.sources if isinstance(train, Mixture) else (train,)
     out, there = [], set()
     held = [_held(ends.corpus, ends.first, ends.last) for ends in valid]
-    for source in sources:
+    for source in train.sources:
         still = [each for each in map(list, before) if _held(source.corpus, each[0], each[1]) == each]
         there |= {tuple(each) for each in still}
         held += [each for each in still if each not in held]
         out.append(replace(source, without=tuple((first, last) for first, last, _ in still if first < source.last)))
     gone = len({*map(tuple, before)} - there)
-    return (replace(train, sources=tuple(out)) if isinstance(train, Mixture) else out[0]), held, gone
+    return replace(train, sources=tuple(out)), held, gone
 
 
 def _held(corpus: Corpus, first: int, last: int) -> list[Any]:
@@ -205,7 +196,7 @@ def _held(corpus: Corpus, first: int, last: int) -> list[Any]:
     return [first, last, hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()]
 
 
-def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
+def inputs(settings: Settings) -> tuple[Mixture, tuple[Batches, ...]]:
     """Open a run's data and return (the batches to train on, the held-out end of each corpus).
 
     Raises:
@@ -222,7 +213,7 @@ def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
         parts.append(hold_out(read, settings.batch, settings.seq, settings.seed))
         weights.append(weight)
     train, valid = zip(*parts, strict=True)
-    return (train[0] if len(train) == 1 else Mixture(train, tuple(weights))), valid
+    return Mixture(train, tuple(weights)), valid
 
 
 @lru_cache(maxsize=16)

@@ -128,14 +128,14 @@ def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     counted = numpy.arange(3000) % 3 == 0
     first, valid = hold_out(counting(3000, starts=(0, 500, 1000), counted=(counted,)), 4, 32, seed=5)
     n = first.sequences
-    seen = [i for step in range(n // 2) for i in first.chosen(4 * step)]
+    seen = [i for step in range(n // 2) for _, i in Mixture((first,), (1,)).chosen(4 * step)]
     assert sorted(seen[:n]) == list(range(n))
     assert seen[:n] != seen[n : 2 * n]
-    other, larger = (hold_out(counting(3000), 6, 32, seed)[0] for seed in (6, 5))
-    assert other.chosen(0) != seen[:6]
-    assert larger.chosen(6) == seen[6:12]  # a batch of another size sees the same order
-    for step, (ids, targets, segments) in enumerate(islice(ahead(first, 8, 4), 5), 2):  # read by a thread
-        assert ids[:, 0].tolist() == [32 * number for number in first.chosen(4 * step)]
+    other, larger = (Mixture((hold_out(counting(3000), 6, 32, seed)[0],), (2,)) for seed in (6, 5))
+    assert other.chosen(0) != [(0, i) for i in seen[:6]]
+    assert larger.chosen(6) == [(0, i) for i in seen[6:12]]  # a batch of another size sees the same order
+    for step, (ids, targets, segments) in enumerate(islice(ahead(Mixture((first,), (1,)), 8, 4), 5), 2):  # by a thread
+        assert ids[:, 0].tolist() == [32 * number for number in seen[4 * step : 4 * step + 4]]
         assert torch.equal(targets, torch.where((ids + 1) % 3 == 0, ids + 1, IGNORED))
         assert torch.equal(segments, 1 + (ids >= 500).long() + (ids >= 1000).long())
     assert valid.first == first.last == valid.rows(range(valid.sequences))[0].min()
@@ -164,14 +164,13 @@ def test_no_target_is_of_another_document_than_its_token(kind):
             corpus.write_shards("data", "shards", ByteText(), 64)
     data = {"shards": "shards", "mixture": "data:1,data/a.jsonl:2"}.get(kind, "data")
     train, valid = inputs(Settings(get("tiny"), data, "", 8, 32))
-    for read in (train, *valid):
-        for part in read.sources if isinstance(read, Mixture) else [read]:
-            for number in range(part.sequences):
-                first = part.first + 32 * number
-                text = "".join(TEXTS)[first : first + 33].encode()
-                wanted = [IGNORED if kind != "one text" and (first + i) % 5 == 0 else text[i] for i in range(1, 33)]
-                tokens, targets, _ = part.row(number)
-                assert (tokens.tolist(), targets.tolist()) == ([*text[:-1]], wanted)
+    for part in (*train.sources, *valid):
+        for number in range(part.sequences):
+            first = part.first + 32 * number
+            text = "".join(TEXTS)[first : first + 33].encode()
+            wanted = [IGNORED if kind != "one text" and (first + i) % 5 == 0 else text[i] for i in range(1, 33)]
+            tokens, targets, _ = part.row(number)
+            assert (tokens.tolist(), targets.tolist()) == ([*text[:-1]], wanted)
 
 
 def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():

@@ -272,8 +272,8 @@ def test_new_data_begin_an_epoch_that_later_resumes_go_on_with(begun, capsys):
     shutil.copytree("run", "whole", dirs_exist_ok=True)
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
-        real = batches.Batches.chosen
-        patch.setattr(batches.Batches, "chosen", lambda self, seen: drawn.append(seen) or real(self, seen))
+        real = batches.Mixture.chosen
+        patch.setattr(batches.Mixture, "chosen", lambda self, seen: drawn.append(seen) or real(self, seen))
         assert train("--resume --out whole --data text.txt --steps 6 --new-data") == 0
         said = capsys.readouterr()
         assert "a new epoch of other data: " in said.out
@@ -293,7 +293,8 @@ def test_text_that_was_held_out_is_not_trained_on_later():
     def cut(tokens, before=()):
         corpus = Corpus((numpy.array(tokens),), numpy.array([0]))
         train, valid = batches.hold_out(corpus, batch=4, length=10, seed=0)
-        return batches.leave_out(train, [valid], before)
+        train, *found = batches.leave_out(batches.Mixture((train,), (1,)), [valid], before)
+        return *train.sources, *found
 
     _, held, gone = cut(range(1001))
     assert (held[0][:2], gone) == ([951, 1001], 0)
