@@ -1,12 +1,10 @@
-"""Functions around an optimizer: `chain` it with `clip`, by the norm of the whole gradient, or scale its loss.
+"""Clip gradients by the norm of the whole gradient, and scale the loss of an optimizer's gradients.
 
 For gradients that pass through float16 the loss is multiplied by a scale, so that small gradients stay in float16's
 range, and the gradients are divided by the scale before they are used (Micikevicius et al. 2018, arXiv:1710.03740,
 3.2). The scale adapts as in torch.amp.GradScaler. If a gradient is not finite, the step is skipped and the scale is
 halved; after `interval` good steps it is doubled.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,43 +19,12 @@ from scaling.optim.rules import Optimizer, device_of
 from scaling.spec import format_axes, mesh_sizes, parse
 
 
-def chain(*parts) -> Optimizer:
-    """Chain functions of gradients and an optimizer, as optax.chain does.
-
-    Gradients pass through each function `(grads, specs, mesh) -> grads`, such as `clip`, and then to the last part,
-    the optimizer, whose state is the chain's.
-    """
-    *before, last = parts or (None,)
-    if not isinstance(last, Optimizer) or any(isinstance(p, Optimizer) or not callable(p) for p in before):
-        given = ", ".join(type(part).__name__ for part in parts)
-        raise ValueError(f"chain({given}): takes functions of gradients\n  fix: and one optimizer, which comes last")
-
-    def update(grads, state, params, *, donate=False, specs=None, mesh=None):
-        for part in before:
-            grads = part(grads, specs, mesh)
-        return last.update(grads, state, params, donate=donate, specs=specs, mesh=mesh)
-
-    return Optimizer(last.init, update, last.state_specs)
-
-
-def clip(max_norm: float, eps: float = 1e-6) -> Callable:
-    """Return a part of a `chain` that clips by `clip_by_global_norm`; `update` then needs `specs` and `mesh`."""
-    not_negative(max_norm=max_norm, eps=eps)
-
-    def clipped(grads, specs, mesh):
-        if specs is None or mesh is None:
-            raise ValueError("clip sums over the axes that split a gradient\n  fix: update(..., specs=..., mesh=mesh)")
-        alike(mesh, "clip", max_norm=max_norm, eps=eps)
-        return clip_by_global_norm(grads, specs, mesh, max_norm, eps)[0]
-
-    return clipped
-
-
 def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
     """Return the gradients times min(1, max_norm / (norm + eps)), and the norm of the whole gradient (`global_norm`).
 
     If the norm is not finite, no gradient will be, as in torch.nn.utils.clip_grad_norm_.
     """
+    alike(mesh, "clip_by_global_norm", max_norm=max_norm, eps=eps)
     norm = global_norm(grads, specs, mesh)
     return scaled_to(grads, norm, max_norm, eps), norm
 

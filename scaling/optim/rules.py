@@ -24,8 +24,8 @@ class Optimizer(NamedTuple):
     parts that the optimizer has; `state_specs` gives its types. Gradients are only read, and nothing is recorded for
     autograd. `update` has these options, by name:
 
-    `specs`, `mesh`: The gradients' types, `W[D_X, F]`, as a tree like params, and the mesh. `chain(clip(...), ...)`
-    needs them. ShardingError if a gradient is unreduced, `dW[D, F] {U_X}`, since each rank would add its partial sum.
+    `specs`, `mesh`: The gradients' types, `W[D_X, F]`, as a tree like params, and the mesh. Muon needs them.
+    ShardingError if a gradient is unreduced, `dW[D, F] {U_X}`, since each rank would add its partial sum.
 
     `donate=True`: Like JAX's donate_argnums for state and params. The caller gives the tensors away and must not read
     them again, since the new values are written into them.

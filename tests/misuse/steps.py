@@ -124,11 +124,12 @@ def step(draw: Draw) -> dict:
 
 
 def updated(mesh, params, grads, lr, decay, most, donate, types=TYPES, steps=0):
-    rule = optim.chain(optim.clip(most), optim.adamw(lr, weight_decay=decay))
+    rule = optim.adamw(lr, weight_decay=decay)
     state = rule.init(params)
     if steps:
         state["step"] += steps
-    found, _ = rule.update(grads, state, params, donate=donate, specs=types, mesh=mesh)
+    clipped, _ = optim.clip_by_global_norm(grads, types, mesh, most)
+    found, _ = rule.update(clipped, state, params, donate=donate, specs=types, mesh=mesh)
     guards.check_replicas(found, TYPES, mesh, 1)
     return tree.unshard(found, TYPES, mesh)
 

@@ -147,7 +147,13 @@ def test_params_that_require_grad_and_mixed_dtypes_in_lists_and_tuples():
 def test_clipped_adamw_under_torch_compile():
     """As it is without; partial sums, and axes that are not there, are refused while it is compiled."""
     params, grads = params_and_grads(steps=3)
-    optimizer = optim.chain(optim.clip(0.1), optim.adamw(lambda step: 0.1 / (1 + step)))
+    rule = optim.adamw(lambda step: 0.1 / (1 + step))
+
+    def clipped(grads, state, params, *, specs, mesh, **options):
+        grads, _ = optim.clip_by_global_norm(grads, specs, mesh, 0.1)
+        return rule.update(grads, state, params, specs=specs, mesh=mesh, **options)
+
+    optimizer = rule._replace(update=clipped)
     typed = {"specs": SPECS, "mesh": Mesh({"X": 1})}
     compiled = optimizer._replace(update=torch.compile(optimizer.update, backend="aot_eager", fullgraph=True))
     found, _ = our_run(compiled, params, grads, **typed)
@@ -192,9 +198,10 @@ CLIPPED = {"a": "a[D_X, F_Y]", "b": "b[D, F_XY]", "c": ["c[D]", "d[F_Y, D]"], "e
 @on_ranks({"X": 1, "Y": 1}, {"X": 2, "Y": 2})
 @pytest.mark.parametrize(("dtype", "max_norm"), [(torch.float64, 3.0), (torch.float32, 3.0), (torch.float64, 1e3)])
 def test_clipping_counts_each_element_once(mesh, dtype, max_norm):
-    """By itself, and in two steps of a chain with SGD, from zeros. Gradients that are given away are scaled where they
-    lie, and a chain takes any function of gradients. One scalar is sent for each set of axes, in the mesh's order,
-    whatever that of a type is."""
+    """Alone, and in two steps of SGD, from zeros. Gradients that are given away are scaled where they lie.
+
+    One scalar is sent for each set of axes, in the mesh's order, whatever that of a type is.
+    """
     inits, one = tree.map(lambda _: tree.Normal(1.0), CLIPPED), AbstractMesh({"X": 1, "Y": 1})
     whole = tree.init(inits, CLIPPED, {"D": 8, "F": 16}, one, dtype=dtype, device="cpu")
     theirs = [torch.nn.Parameter(torch.zeros_like(g)) for g in tree.leaves(whole)]
@@ -206,11 +213,10 @@ def test_clipping_counts_each_element_once(mesh, dtype, max_norm):
         sgd.step()
     wanted += [*(p.grad for p in theirs), *(p.detach() for p in theirs)]
     grads = tree.shard(whole, CLIPPED, mesh)
-    doubled = lambda grads, specs, mesh: tree.map(lambda g: 2 * g, grads)  # noqa: E731
-    rule = optim.chain(optim.clip(max_norm), doubled, optim.sgd(0.25, momentum=0.9))
-    params, _ = our_run(rule, tree.map(torch.zeros_like, grads), [grads] * 2, specs=CLIPPED, mesh=mesh)
     with trace() as log:
         clipped, norm = optim.clip_by_global_norm(grads, CLIPPED, mesh, max_norm)
+    rule = optim.sgd(0.5, momentum=0.9)
+    params, _ = our_run(rule, tree.map(torch.zeros_like, grads), [clipped] * 2, specs=CLIPPED, mesh=mesh)
     given = optim.scaled_to(grads, norm, max_norm, donate=True)
     assert pointers(given) == pointers(grads)
     assert equal(given, clipped)

@@ -54,7 +54,6 @@ def given_m(value, name="w"):
     return lambda state: state | {"m": {"b": state["m"]["b"], name: value}}
 
 
-CHAIN = optim.chain(optim.clip(1.0), RULES["adamw"])
 SCALED = optim.loss_scaled(SGD())
 CLIP = partial(optim.clip_by_global_norm, {"w": W}, {"w": "w[D, F]"}, ONE, max_norm=1.0)
 LOSS_SCALED = partial(optim.loss_scaled, SGD())
@@ -76,7 +75,6 @@ MUON                                           form          ("all",)
 MUON                                           scale         ("rms",)
 MUON                                           weight_decay  (-1,)
 MUON                                           nesterov      ("no",)
-partial(optim.clip, max_norm=1.0)              max_norm      (-1.0, NAN)
 CLIP                                           max_norm      (-1.0, NAN, "1")
 CLIP                                           eps           (-9.0,)
 LOSS_SCALED                                    first         (INF,)
@@ -86,14 +84,12 @@ lambda mask: updated(ADAMW(mask=mask))         mask          MASKS
 lambda lr: updated(ADAMW(lr=lambda _: lr))     lr            NO_RATE
 """
 OPTIONS = read_table(TABLE, globals(), ("option",))
-ORDER = "one optimizer, which comes last"
 ILLEGAL = {  # a call: words of its error
     "updated(SGD(lr=lambda step: 0.1 - step), state=lambda _: {'step': torch.tensor(1)})": "zero or more",
     "SGD().init({'w': W.int()})": "dense tensors of floats", "norm({'w': W.int()})": "float",
     "norm({'W': W}, 'W[D, F] {U_X}')": 'grads["W"]: W[D, F] {U_X} is unreduced',
-    "norm({'v': W, 'w': W.to('meta')})": "grads are on cpu, meta", "optim.chain()": ORDER,
-    "optim.chain(optim.clip(1.0))": ORDER, "optim.chain(ADAMW(), SGD())": ORDER,
-    "updated(CHAIN)": "fix: update(..., specs=..., mesh=mesh)", "optim.loss_scaled(None)": "give an optimizer",
+    "norm({'v': W, 'w': W.to('meta')})": "grads are on cpu, meta",
+    "optim.loss_scaled(None)": "give an optimizer",
     "updated(SCALED, state=lambda state: {'step': state['step']}, finite=True)": "no scale",
     "muon(None)": "muon needs the types", "muon(TYPED, B)": 'params["W"]: Muon updates matrices',
     "muon(TYPED, matrices={'V': 'D -> F'})": "matrices is not a tree like params",
