@@ -8,7 +8,7 @@ time. `scaling.schedules.families` has the sources.
 from fractions import Fraction
 
 from scaling.schedules import make
-from scaling.schedules.simulator import UNIT, Time, Times
+from scaling.schedules.simulator import UNIT, Times
 
 
 def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
@@ -66,14 +66,8 @@ def bubble(name: str, stages: int, microbatches: int, chunks: int = 1, times: Ti
             "\n  fix: use scaling.schedules.simulator.simulate"
         )
     idle = bubble_time(name, stages, microbatches, chunks, times)
-    return idle / (idle + microbatches * sum(Fraction(time) for time in _work(times)))
-
-
-def overhead(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
-    """Return bubble over ideal time, as Narayanan et al. count: (P-1)/M for gpipe and 1f1b, (P-1)/(vM) interleaved."""
-    return bubble_time(name, stages, microbatches, chunks, times) / (
-        microbatches * sum(Fraction(time) for time in _work(times))
-    )
+    work = Fraction(times.forward) + Fraction(times.backward_input) + Fraction(times.backward_weight)
+    return idle / (idle + microbatches * work)
 
 
 def live_activations(name: str, stages: int, microbatches: int, chunks: int = 1) -> tuple[Fraction, ...]:
@@ -96,7 +90,3 @@ def live_activations(name: str, stages: int, microbatches: int, chunks: int = 1)
             "dualpipev": [Fraction(2 * stages + 1, 2) for _ in ranks],
         }[name]
     return tuple(Fraction(min(peak, m)) for peak in peaks)
-
-
-def _work(times: Times) -> tuple[Time, Time, Time]:
-    return times.forward, times.backward_input, times.backward_weight

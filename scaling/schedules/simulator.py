@@ -94,11 +94,6 @@ class Timeline:
         """The fraction of the makespan for which ranks are idle: (P-1)/(M+P-1) for GPipe."""
         return self.bubble_time / self.makespan
 
-    @property
-    def overhead(self) -> Time:
-        """Bubble time over ideal time, as Narayanan et al. 2021 count: (P-1)/M for GPipe, (P-1)/(v*M) interleaved."""
-        return self.bubble_time / (self.makespan - self.bubble_time)
-
     @cached_property
     def live(self) -> tuple[Fraction, ...]:
         """Each rank's peak number of live activations, in microbatches.
