@@ -111,7 +111,7 @@ def beside_state(
         activations + back + left,
         activations - layer + np.maximum(back, new) + sums / layers + left,
         layer + np.maximum(back, new) + (layers - 1) / layers * sums + left,
-        sums + (act * (grad > 0) + grad * (not w.tied)) * first + left,
+        sums + flying + 4 * (grad > 0) * first + left,  # the embedding's gradient, in fp32
         one + np.maximum(loss, forward) + table * last,
     ])  # fmt: skip
     embed = np.where(M > 2, table * first * (not w.tied), 0.0)  # gathered; the last microbatch frees it
