@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import all_reduce, einsum
+from scaling.collectives import all_reduce, einsum, wait
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import KV_HEADS
@@ -81,6 +81,7 @@ class Context(NamedTuple):
         learned: Places[B_PXE, T_CY] of this rank's tokens in the table of learned positions, if the model has one.
         places: places[B, T_C] of the tokens in packed documents; None without documents.
         adapters: In layers with adapters, the function that `weight_gradient` calls for the gradients of their factors.
+        defers: Whether gradients of weights are products that are computed when they are waited for.
     """
 
     config: Config
@@ -96,6 +97,7 @@ class Context(NamedTuple):
     places: Any = None
     learned: Any = None
     adapters: Callable | None = None
+    defers: bool = False
 
     def prepared(self, attends: bool = True) -> "Context":
         """Return the context with the masks that all layers of a pass share, or with none if no layer `attends`."""
@@ -174,12 +176,12 @@ def own_heads(W: Any, at: Context) -> Any:
     return tree.map(lambda part: part.narrow(-2, first, max(1, N // at.config.G)) if part.dim() > 1 else part, W)
 
 
-def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
+def in_place(part: Any, whole: Tensor, at: Context) -> Any:
     """Return the gradient of all KV heads, zero but for the heads used: the transpose of `own_heads`."""
     if not isinstance(whole, Tensor) or part.shape == whole.shape:  # an array with scales is never a part
         return part
     padded = torch.zeros_like(whole)
-    own_heads(padded, at).copy_(part)
+    own_heads(padded, at).copy_(wait(part))
     return padded
 
 
@@ -187,7 +189,7 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
     """Return {name: dW of the line}; in a layer with adapters, {name: its adapter's gradients} or, without one, {}."""
     if at.adapters is not None:
         return at.adapters(W, name, line, a, b, at)
-    dW = at.einsum(line, a, b)
+    dW = at.einsum(line, a, b, defer=at.defers)
     return {name: in_place(dW, W[name], at) if name in KV_HEADS else dW}
 
 

@@ -61,6 +61,7 @@ FIRST.with_(dropout=0.3)                                  E=2,Y=2
 EXPERTS                                                   X=2,E=2  label_smoothing=0.1
 # with microbatches the z terms alone are those of the whole batch: a mean
 DEEP                                                      Z=2,X=2  LOSS, microbatches=2, schedule="zb-h1"
+ONE_KV_HEAD                                               Z=2,Y=2  microbatches=2, schedule="zb-h1"
 DEEP.with_(L=6, window=None)                              Z=2,E=2  microbatches=2, schedule="interleaved"
 PLAIN.with_(name="V 30", V=30, tied=True)                 Z=2,Y=2  microbatches=2, label_smoothing=0.1
 """

@@ -257,7 +257,9 @@ class LayerStack:
         x, kept = self.engine.forward(x, run_layer)
         return x, sum(terms), kept_below + kept
 
-    def run_backward(self, dx: Tensor, kept: list, at: Context, scale: float, reduces: bool = False) -> Tensor:
+    def run_backward(
+        self, dx: Tensor, kept: list, at: Context, scale: float, reduces: bool = False, rest: list | None = None
+    ) -> Tensor:
         """Return dx of the first layer's input from that of the last one's result; `kept` is emptied.
 
         Args:
@@ -266,8 +268,11 @@ class LayerStack:
             at: The context of the microbatch.
             scale: The cotangent of the extra terms.
             reduces: Whether a layer's gradients are reduced at once, while the layers below run.
+            rest: A list that receives (layers, l, dW) for each layer in place of the layers' sums. Gradients of
+                weights in it may be products that are still to be computed.
         """
-        at = at.prepared(attends="O" in self.step.gone)
+        at = at.prepared(attends="O" in self.step.gone)._replace(defers=rest is not None)
+        add = None if rest is None else lambda l, dW: rest.append((self.engine, l, dW))
 
         def run_layer_backward(l: int, W: list, dx: Tensor, saved):
             own = at.of_layer(self.first + l)
@@ -276,8 +281,8 @@ class LayerStack:
             dx, dW = layer_backward(self.structure.unflatten(W[:n]), dx, saved, own, scale)
             return dx, self.trained.flatten_up_to(dW)
 
-        dx = self.engine.backward(dx, kept, run_layer_backward, reduces=reduces)
-        return self.below.run_backward(dx, kept, at, scale, reduces) if self.below else dx
+        dx = self.engine.backward(dx, kept, run_layer_backward, add, reduces=reduces)
+        return self.below.run_backward(dx, kept, at, scale, reduces, rest) if self.below else dx
 
     def reduce_all(self) -> None:
         """Start to reduce the gradients of all layers, unless that is done after `each` microbatch."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_reduce, gather, ppermute, scatter, wait
-from scaling.schedules import Schedule
+from scaling.schedules import BackwardWeight, Schedule
 from scaling.spec import parse, present
 from scaling.strategies import pipeline
 from scaling.strategies.stage import Stage
@@ -46,13 +46,14 @@ def stage_of(
     """Return the stage for `scaling.strategies.pipeline`, and three collections that its run fills.
 
     The first collects the layers' extra terms, the second the gradients of the `dense` layers on the stage that runs
-    them, and the third the embedding's gradients on the first stage. The vjp of a layer returns dx and dW together, so
-    the weight half of a backward has nothing left to do. The first stage embeds each microbatch when its forward
-    begins, so it never holds x or dx of the whole batch. With `reduce` "each" a layer's gradients are reduced in the
-    backward of each microbatch, but those of the embedding and unembedding once.
+    them, and the third the embedding's gradients on the first stage. If the schedule has weight halves, they compute
+    the gradients of weights that are products, and add up all gradients. The first stage embeds each microbatch when
+    its forward begins, so it never holds x or dx of the whole batch. With `reduce` "each" a layer's gradients are
+    reduced in the backward of each microbatch, but those of the embedding and unembedding once.
     """
     config, contexts, ranges = step.config, batch.contexts, layers_of(step.config, step.schedule)
     extras, of_dense, embedding, M = [], [], {}, len(batch.contexts)
+    halves = any(isinstance(part, BackwardWeight) for program in cast(Schedule, step.schedule) for part in program)
     tokens = batch.tokens.chunk(M)
 
     def prepare(params, mesh, s, out):
@@ -71,14 +72,22 @@ def stage_of(
         return Out, (kept, m)
 
     def backward_input(chunk, dOut, saved, mesh):
-        kept, m = saved
-        dx = chunk.run_backward(dOut, kept, contexts[m], step.options.scale / M, reduces=step.each)
+        (kept, m), rest = saved, ([] if halves else None)
+        dx = chunk.run_backward(dOut, kept, contexts[m], step.options.scale / M, step.each, rest)
         if not embeds(chunk):
-            return dx, None
+            return dx, rest
         if step.options.lora is None:
             dW = embed_backward(dx, tokens[m], contexts[m].learned, len(ends["embed"]), mesh, config)
             add_by_name(embedding, dW, step.sums)
-        return None, None
+        return None, rest
+
+    def backward_weight(chunk, rests, mesh):
+        for rest in filter(None, rests):
+            while rest:
+                layers, l, dW = rest.pop(0)
+                layers.add(l, [*map(wait, dW)], step.each)
+                if l == 0:
+                    layers.settle()
 
     def finish(chunk):
         for grad, g in zip(
@@ -89,7 +98,7 @@ def stage_of(
             of_dense.extend(chunk.below.engine.result())  # all stages make the sum over Z together
 
     stream = str(present(ROWS, step.mesh))
-    stage = Stage({"In": stream, "Out": stream}, forward, backward_input, lambda *_: None, prepare, finish)
+    stage = Stage({"In": stream, "Out": stream}, forward, backward_input, backward_weight, prepare, finish)
     return stage, extras, of_dense, embedding
 
 
