@@ -38,8 +38,8 @@ def predict_transformer(
     """Price a Transformer's training step, stage by stage, for rows that are one document each.
 
     Stages do the work of once per step, such as the optimizer's update, at the same time. An interleaved pipeline fills
-    and drains by chunks; ZB-H1 and DualPipeV are as 1F1B, because a layer's backward is not split in two. `shape` is
-    the slice of a torus that the mesh is laid on.
+    and drains by chunks. ZB-H1 and DualPipeV are priced as 1F1B, though they fill part of its idle time with gradients
+    of weights. `shape` is the slice of a torus that the mesh is laid on.
 
     Raises:
         ShardingError, ValueError: The arrays do not divide over the mesh, or the step does not fit.
