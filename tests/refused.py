@@ -40,13 +40,21 @@ def by_words(calls: dict) -> dict:
     return {words: (call, words) for words, call in calls.items()}
 
 
-def pairs(text: str) -> dict[str, str]:
-    """A table of two columns below their names, such as calls and the words of their errors: what is too long for its
-    line stands below it, indented, and \\n is a line break. A line that begins with # is a comment."""
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of a table of two columns below their names: what is too long for its line stands below it, indented. A
+    line that begins with # is a comment."""
     lines = [line for line in text.strip().split("\n")[1:] if not line.startswith("#")]
-    rows = "\n".join(lines).replace("\n    ", "  ").split("\n")
-    cells = (re.split("  +", row, maxsplit=1) for row in rows)
-    return {first: "".join(second).replace("\\n", "\n") for first, *second in cells}
+    return [re.split("  +", row, maxsplit=1) for row in "\n".join(lines).replace("\n    ", "  ").split("\n")]
+
+
+def pairs(text: str) -> dict[str, str]:
+    """A table of two columns, such as calls and the words of their errors, in which \\n is a line break."""
+    return {first: "".join(second).replace("\\n", "\n") for first, *second in rows_of(text)}
+
+
+def named(text: str, names: dict) -> dict:
+    """A table of two columns, of which the second is Python."""
+    return {name: eval(value, names) for name, value in rows_of(text)}
 
 
 def evaluated(calls: dict | str, names: dict) -> dict:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from mutant_programs import replace, restore
+from refused import named
 from test_judged_files import SILENT, STRATEGIES
 
 from scaling.check import check_source
@@ -17,26 +18,26 @@ from scaling.models.pointwise import act, rms_norm
 """
 PRODUCT = 'u = einsum("A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}", a, b)'
 SUM = 'w = all_reduce("C[I, K] {U_X} -> C[I, K]", u, mesh)'
-LINES = {  # the rule that the last line breaks, or "" of a right program
-    "the library's norm of partial sums": ([PRODUCT, "u = rms_norm(u)"], "nonlinear"),
-    "the library's activation of partial sums": ([PRODUCT, 'u = act(u, "gelu")'], "nonlinear"),
-    "a type that the library cannot read": ([PRODUCT, "w = all_reduce('C[I, K] {U_', u, mesh)"], "illegal-line"),
-    "a deferred product of other operands": (
-        ["w = b", "w = einsum('A[I, J] * B[J, K] -> C[I, K]', a, b, defer=True)\n    w = wait(w)"],
-        "split",
-    ),
-    "a deferred product that nobody waits for": (
-        ["w = a", "p = einsum('A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}', a, b, defer=True)"],
-        "never-waited",
-    ),
-    "a deferred product that the caller waits for": (
-        ["p = einsum('A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}', a, b, defer=True)", "w = p"],
-        "",
-    ),
-    "a message of another type": ([PRODUCT, "send('C[I, K]', u, mesh, 'X', 1)"], "unreduced"),
-    "a message of its type": ([PRODUCT, "send('C[I, K] {U_X}', u, mesh, 'X', 1)"], ""),
-    "what another rank sends": ([PRODUCT, "w = torch.relu(recv('C[I, K] {U_X}', u, mesh, 'X', 1))"], "nonlinear"),
-}
+# the rule that the last line breaks, or "" of a right program
+LINES = named(
+    r"""
+what                                          lines, rule
+the library's norm of partial sums            ([PRODUCT, "u = rms_norm(u)"], "nonlinear")
+the library's activation of partial sums      ([PRODUCT, 'u = act(u, "gelu")'], "nonlinear")
+a type that the library cannot read           ([PRODUCT, "w = all_reduce('C[I, K] {U_', u, mesh)"], "illegal-line")
+a deferred product of other operands
+    (["w = b", "w = einsum('A[I, J] * B[J, K] -> C[I, K]', a, b, defer=True)\n    w = wait(w)"], "split")
+a deferred product that nobody waits for
+    (["w = a", "p = einsum('A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}', a, b, defer=True)"], "never-waited")
+a deferred product that the caller waits for
+    (["p = einsum('A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}', a, b, defer=True)", "w = p"], "")
+a message of another type                     ([PRODUCT, "send('C[I, K]', u, mesh, 'X', 1)"], "unreduced")
+a message of its type                         ([PRODUCT, "send('C[I, K] {U_X}', u, mesh, 'X', 1)"], "")
+what another rank sends
+    ([PRODUCT, "w = torch.relu(recv('C[I, K] {U_X}', u, mesh, 'X', 1))"], "nonlinear")
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("what", LINES)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from machine import RankFailed, on_ranks
+from refused import named
 
 from scaling import collectives as c
 from scaling.collectives import all_gather, plan_transfer, rings, shard, transfer
@@ -36,17 +37,21 @@ def test_an_unexpected_message_is_refused_by_the_receiver(ranks):
     assert "rule: what is received has the type, the shape and the dtype of what is sent" in str(error.value)
 
 
-KINDS = {
-    "A[I, J]": A,
-    "B[I]": torch.arange(5, dtype=torch.int16),
-    "C[]": torch.tensor(2.0 + 3.0j),
-    "D[I, J]": A.t(),
-    "E[I]": torch.zeros(0),
-    "F[I]": torch.arange(4.0).to(torch.float8_e4m3fn),
-    "G[I]": torch.complex(A[0], A[1]).conj(),
-    "H[I]": torch.complex(A[0], A[1]).conj().imag,
-    "J[I]": A.to(torch.bfloat16)[:, 1],
-}
+KINDS = named(
+    """
+type     array
+A[I, J]  A
+B[I]     torch.arange(5, dtype=torch.int16)
+C[]      torch.tensor(2.0 + 3.0j)
+D[I, J]  A.t()
+E[I]     torch.zeros(0)
+F[I]     torch.arange(4.0).to(torch.float8_e4m3fn)
+G[I]     torch.complex(A[0], A[1]).conj()
+H[I]     torch.complex(A[0], A[1]).conj().imag
+J[I]     A.to(torch.bfloat16)[:, 1]
+""",
+    globals(),
+)
 
 
 @on_ranks({"X": 2})

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from machine import SOON, Forked, all_ended
+from refused import named
 from torch.func import grad
 
 from scaling import launch
@@ -128,15 +129,20 @@ LATE = rf"TimeoutError: Timed out: AllReduce:? {SUM}.*{AT}no answer from WHO wit
 GONE = rf"RankEnded: a rank has ended, or its host is lost: AllReduce:? {SUM}.*{AT}lost WHO after \d+\.\d s \("
 ONE, TWO = (rf"{ranks} on \S+ \(10\.83\.0\.2\)" for ranks in ("rank 1", "(one of )?ranks 2, 3"))
 CHECKED, UNCHECKED = {"checked": True}, {"checked": False}
-LOST = {  # what happens to the second host, the program, ranks on each host, options, what a survivor says
-    "unplugged": (unplugged, sums, 1, CHECKED, LATE.replace("WHO", ONE)),
-    "unplugged, two ranks each": (unplugged, sums, 2, CHECKED, LATE.replace("WHO", TWO)),
-    "unplugged, unchecked": (unplugged, sums, 1, UNCHECKED, LATE.replace("WHO", ONE)),
-    "unplugged, a Pending": (unplugged, sums_later, 1, UNCHECKED, LATE.replace("WHO", ONE)),
-    "unplugged, differentiated": (unplugged, differentiates, 1, UNCHECKED, LATE.replace("WHO", ONE)),
-    "killed": (killed, sums, 1, CHECKED, GONE.replace("WHO", ONE)),
-    "killed, unchecked": (killed, sums_later, 1, UNCHECKED, GONE.replace("WHO", ONE)),
-}  # fmt: skip
+# what happens to the second host, the program, ranks on each host, options, what a survivor says
+LOST = named(
+    """
+what happens to the second host  how, the program, ranks on each host, options, what a survivor says
+unplugged                  (unplugged, sums, 1, CHECKED, LATE.replace("WHO", ONE))
+unplugged, two ranks each  (unplugged, sums, 2, CHECKED, LATE.replace("WHO", TWO))
+unplugged, unchecked       (unplugged, sums, 1, UNCHECKED, LATE.replace("WHO", ONE))
+unplugged, a Pending       (unplugged, sums_later, 1, UNCHECKED, LATE.replace("WHO", ONE))
+unplugged, differentiated  (unplugged, differentiates, 1, UNCHECKED, LATE.replace("WHO", ONE))
+killed                     (killed, sums, 1, CHECKED, GONE.replace("WHO", ONE))
+killed, unchecked          (killed, sums_later, 1, UNCHECKED, GONE.replace("WHO", ONE))
+""",
+    globals(),
+)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 from probes import outcome, read_cases
+from refused import named
 
 from scaling.configs import load
 from scaling.configs.model_types import KINDS
@@ -84,17 +85,48 @@ ROPE |= {"long_factor": [2.0] * 4}
 KINDS_OF_ROPE = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional", "mrope")
 FEW = {key: ROPE[key] for key in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")}
 WHOLE = {key: ROPE[key] for key in ROPE if key not in ("partial_rotary_factor", "attention_factor", "truncate")}
-OTHERS = {  # keys that the class may not know, or not have in its file
-    "num_local_experts": 5, "num_experts": 5, "n_routed_experts": 8, "kv_lora_rank": 4, "scoring_func": "softmax",
-    "is_causal": False, "per_layer_config": {"0": {"intermediate_size": 8}}, "attention_chunk_size": 4,
-    "original_max_position_embeddings": 20, "rope_theta": 50.0, "partial_rotary_factor": 0.5, "mlp_bias": True,
-    "hidden_activation": "relu", "quantization_config": {"quant_method": "awq"}, "layer_types": ["full_attention"] * 3,
-    "torch_dtype": "bfloat16", "tie_encoder_decoder": True, "use_bidirectional_attention": True, "topk_method": "x",
-    "shared_expert_intermediate_size": 8, "final_logit_softcapping": 1.0, "attn_logit_softcapping": 1.0,
-    "embedding_multiplier": 3.0, "logits_scaling": 3.0, "attention_multiplier": 2.0, "residual_multiplier": 2.0,
-    "query_pre_attn_scalar": 2.0, "head_dim": 4, "moe_layer_freq": 2, "no_rope_layers": [0, 1, 1], "nobody_knows": 1,
-    "unknown": {"a": 1}, "text_config": {"hidden_size": 8}, "full_attention_interval": 2, "use_qk_norm": True,
-}  # fmt: skip
+# keys that the class may not know, or not have in its file
+OTHERS = named(
+    """
+key                               value
+num_local_experts                 5
+num_experts                       5
+n_routed_experts                  8
+kv_lora_rank                      4
+scoring_func                      "softmax"
+is_causal                         False
+per_layer_config                  {"0": {"intermediate_size": 8}}
+attention_chunk_size              4
+original_max_position_embeddings  20
+rope_theta                        50.0
+partial_rotary_factor             0.5
+mlp_bias                          True
+hidden_activation                 "relu"
+quantization_config               {"quant_method": "awq"}
+layer_types                       ["full_attention"] * 3
+torch_dtype                       "bfloat16"
+tie_encoder_decoder               True
+use_bidirectional_attention       True
+topk_method                       "x"
+shared_expert_intermediate_size   8
+final_logit_softcapping           1.0
+attn_logit_softcapping            1.0
+embedding_multiplier              3.0
+logits_scaling                    3.0
+attention_multiplier              2.0
+residual_multiplier               2.0
+query_pre_attn_scalar             2.0
+head_dim                          4
+moe_layer_freq                    2
+no_rope_layers                    [0, 1, 1]
+nobody_knows                      1
+unknown                           {"a": 1}
+text_config                       {"hidden_size": 8}
+full_attention_interval           2
+use_qk_norm                       True
+""",
+    globals(),
+)
 VALUES = {  # what else a key may be
     "hidden_act": ["gelu", "relu", "gelu_pytorch_tanh", "gelu_new", "swish", "relu2", "tanh"],
     "layer_types": [
@@ -158,22 +190,50 @@ def rope_edits() -> list[dict]:
     return found
 
 
-DRAWN = {  # values around the published ones, of keys whose others would often be refused
-    "vocab_size": [29, 40], "intermediate_size": [24, 40], "num_experts": [4, 8], "num_local_experts": [4, 8],
-    "n_routed_experts": [4, 8], "num_experts_per_tok": [1, 2, 3], "decoder_sparse_step": [1, 2],
-    "mlp_only_layers": [[], [0], [1]], "mlp_layer_types": [None, ["sparse"] * 3, ["dense", "dense", "sparse"]],
-    "n_group": [1, 2], "topk_group": [1, 2], "first_k_dense_replace": [0, 1, 9], "q_lora_rank": [None, 12],
-    "qk_rope_head_dim": [4, 2], "v_head_dim": [8, 6], "topk_method": ["greedy", "group_limited_greedy"],
-    "sliding_window": [None, 1, 3, 100], "max_window_layers": [0, 2, 9], "clip_qkv": [None, 0.5, 1.0],
-    "layer_types": [None, ["full_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"]],
-    "no_rope_layers": [None, [0, 1, 1], [1, 0, 0]], "no_rope_layer_interval": [1, 2, 3], "rms_norm_eps": [1e-6, 1e-2],
-    "num_key_value_heads": [1, 2, 4], "hidden_act": ["silu", "gelu", "gelu_pytorch_tanh", "relu"],
-    "query_pre_attn_scalar": [4, 9], "linear_conv_kernel_dim": [2, 4], "full_attention_interval": [2, 3],
-    "attn_logit_softcapping": [None, 0.3], "final_logit_softcapping": [None, 0.7], "rope_theta": [30.0, 1e5],
-    "partial_rotary_factor": [0.5, 1.0],
-    "moe_layers": [None, [], [1, 2], [0, 1, 2]], "attention_chunk_size": [None, 2, 9],
-    "interleave_moe_layer_step": [1, 2, 3], "floor_scale": [1, 7], "attn_scale": [0.0, 0.7],
-}  # fmt: skip
+# values around the published ones, of keys whose others would often be refused
+DRAWN = named(
+    """
+key                        values
+vocab_size                 [29, 40]
+intermediate_size          [24, 40]
+num_experts                [4, 8]
+num_local_experts          [4, 8]
+n_routed_experts           [4, 8]
+num_experts_per_tok        [1, 2, 3]
+decoder_sparse_step        [1, 2]
+mlp_only_layers            [[], [0], [1]]
+mlp_layer_types            [None, ["sparse"] * 3, ["dense", "dense", "sparse"]]
+n_group                    [1, 2]
+topk_group                 [1, 2]
+first_k_dense_replace      [0, 1, 9]
+q_lora_rank                [None, 12]
+qk_rope_head_dim           [4, 2]
+v_head_dim                 [8, 6]
+topk_method                ["greedy", "group_limited_greedy"]
+sliding_window             [None, 1, 3, 100]
+max_window_layers          [0, 2, 9]
+clip_qkv                   [None, 0.5, 1.0]
+layer_types                [None, ["full_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"]]
+no_rope_layers             [None, [0, 1, 1], [1, 0, 0]]
+no_rope_layer_interval     [1, 2, 3]
+rms_norm_eps               [1e-6, 1e-2]
+num_key_value_heads        [1, 2, 4]
+hidden_act                 ["silu", "gelu", "gelu_pytorch_tanh", "relu"]
+query_pre_attn_scalar      [4, 9]
+linear_conv_kernel_dim     [2, 4]
+full_attention_interval    [2, 3]
+attn_logit_softcapping     [None, 0.3]
+final_logit_softcapping    [None, 0.7]
+rope_theta                 [30.0, 1e5]
+partial_rotary_factor      [0.5, 1.0]
+moe_layers                 [None, [], [1, 2], [0, 1, 2]]
+attention_chunk_size       [None, 2, 9]
+interleave_moe_layer_step  [1, 2, 3]
+floor_scale                [1, 7]
+attn_scale                 [0.0, 0.7]
+""",
+    globals(),
+)
 
 
 def drawn(kind: str, seed: int) -> dict:

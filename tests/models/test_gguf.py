@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from probes import shaken
-from refused import read_table
+from refused import named, read_table
 
 from scaling import tree
 from scaling.configs import Config, RopeScaling, source_of
@@ -242,33 +242,35 @@ def test_a_token_that_ends_is_a_control_token_whatever_the_file_says(read):
 WIDE = {"leave": ["output_norm.weight"], "more": [("output_norm.weight", numpy.ones(32))]}  # float64
 EXTRA = [("blk.0.attn_q_norm.weight", numpy.ones(8, numpy.float32))]
 OTHER = [("rope_freqs.weight", numpy.array([1, 2, 3, 4], numpy.float32))]
-REFUSED = {  # what is said: how the file is written
-    r"llama\.cpp's architecture 'gemma'": {"arch": "gemma"},
-    r"output_norm\.weight is quantized as F64, which the library gguf cannot read": WIDE,
-    r"pre-tokenizer 'falcon'": {"pre": "falcon"},
-    r"lacks the tensor blk\.1\.ffn_up\.weight": {"leave": ["blk.1.ffn_up.weight"]},
-    r"has, and its architecture has not, the tensor blk\.0\.attn_q_norm\.weight": {"more": EXTRA},
-    r"rope_freqs\.weight is of no scaling known here": {"more": OTHER},
-    r"4 experts, which is not read": {"fields": [("llama.expert_count", 4)]},
-    r"4 rotary dims of 8": {"fields": [("llama.rope.dimension_count", 4)]},
-    r"L is 1000000000: must be in .1, 1e5.": {
-        "fields": [("llama.block_count", 10**9)],
-        "unsaid": ["block_count"],
-    },
-    r"values of 4 dims beside keys of 8": {"fields": [("llama.attention.value_length", 4)]},
-    r"attention that is not causal": {"fields": [("llama.attention.causal", False)]},
-    r"a rope\.scaling\.type 'ntk'": {"fields": [("llama.rope.scaling.type", "ntk")]},
-    r"a rope\.scaling\.attn_factor of 1\.5": {"fields": [("llama.rope.scaling.attn_factor", 1.5)]},
-    r"the key llama\.rope\.scaling\.yarn_beta_fast": {"fields": [("llama.rope.scaling.yarn_beta_fast", 8.0)]},
-    r"a scaling by 2\.0 beside rope_freqs\.weight": {"fields": [("llama.rope.scale_linear", 2.0)], "more": OTHER},
-    r"has not, the tensor rope_freqs\.weight": {"arch": "qwen2", "config": QWEN2, "more": OTHER},
-    r"llama\.feed_forward_length that differs among layers": {
-        "fields": [("llama.feed_forward_length", [64, 32])],
-        "unsaid": ["feed_forward_length"],
-    },
-    r"an end of text after each prompt": {"fields": [("tokenizer.ggml.add_eos_token", True)]},
-    r"eot_token_id is not one of its 270 tokens": {"fields": [("tokenizer.ggml.eot_token_id", 300)]},
-}
+# what is said: how the file is written
+REFUSED = named(
+    r"""
+what is said                                                  how the file is written
+llama\.cpp's architecture 'gemma'                             {"arch": "gemma"}
+output_norm\.weight is quantized as F64, which the library gguf cannot read  WIDE
+pre-tokenizer 'falcon'                                        {"pre": "falcon"}
+lacks the tensor blk\.1\.ffn_up\.weight                       {"leave": ["blk.1.ffn_up.weight"]}
+has, and its architecture has not, the tensor blk\.0\.attn_q_norm\.weight  {"more": EXTRA}
+rope_freqs\.weight is of no scaling known here                {"more": OTHER}
+4 experts, which is not read                                  {"fields": [("llama.expert_count", 4)]}
+4 rotary dims of 8                                            {"fields": [("llama.rope.dimension_count", 4)]}
+L is 1000000000: must be in .1, 1e5.
+    { "fields": [("llama.block_count", 10**9)], "unsaid": ["block_count"], }
+values of 4 dims beside keys of 8                             {"fields": [("llama.attention.value_length", 4)]}
+attention that is not causal                                  {"fields": [("llama.attention.causal", False)]}
+a rope\.scaling\.type 'ntk'                                   {"fields": [("llama.rope.scaling.type", "ntk")]}
+a rope\.scaling\.attn_factor of 1\.5                          {"fields": [("llama.rope.scaling.attn_factor", 1.5)]}
+the key llama\.rope\.scaling\.yarn_beta_fast                  {"fields": [("llama.rope.scaling.yarn_beta_fast", 8.0)]}
+a scaling by 2\.0 beside rope_freqs\.weight
+    {"fields": [("llama.rope.scale_linear", 2.0)], "more": OTHER}
+has not, the tensor rope_freqs\.weight                        {"arch": "qwen2", "config": QWEN2, "more": OTHER}
+llama\.feed_forward_length that differs among layers
+    { "fields": [("llama.feed_forward_length", [64, 32])], "unsaid": ["feed_forward_length"], }
+an end of text after each prompt                              {"fields": [("tokenizer.ggml.add_eos_token", True)]}
+eot_token_id is not one of its 270 tokens                     {"fields": [("tokenizer.ggml.eot_token_id", 300)]}
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("said", REFUSED)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from probes import MORE, bound_of, of_bf16, probes, read_cases, shaken
-from refused import by_words, refused
+from refused import by_words, named, refused
 from safetensors.torch import load_file, save_file
 
 from scaling import serve, tree
@@ -91,12 +91,17 @@ FSDP |= {"W_in": "W[L, D_X, F_Y]", "W_gate": "W[L, D_X, F_Y]", "W_out": "W[L, F_
 STAGES = {name: spec.replace("L", "L_Z", 1) for name, spec in transformer.specs_of(SMALL)["layers"].items()}
 STAGES |= {"W_V": "W_V[L_Z, D, K, H_Y]"}
 EXPERTS = {"W_in": "W[L, E_X, D, F_Y]", "W_out": "W[L, E_YX, F, D]", "router": "r[L, D_Y, E_X]"}
-CASES = {  # what: (mesh, config, its layers' types, a schedule)
-    "FSDP, tensor": ({"X": 2, "Y": 2}, SMALL, FSDP, None),
-    "stages, head dim": ({"Z": 2, "Y": 2}, SMALL.with_(L=4), STAGES, None),
-    "experts": ({"X": 2, "Y": 2}, MOE, EXPERTS, None),
-    "empty places": ({"Z": 2, "Y": 2}, MOE.with_(L=7, V=27), {}, "interleaved"),
-}
+# what: (mesh, config, its layers' types, a schedule)
+CASES = named(
+    """
+what              mesh, config, its layers' types, schedule
+FSDP, tensor      ({"X": 2, "Y": 2}, SMALL, FSDP, None)
+stages, head dim  ({"Z": 2, "Y": 2}, SMALL.with_(L=4), STAGES, None)
+experts           ({"X": 2, "Y": 2}, MOE, EXPERTS, None)
+empty places      ({"Z": 2, "Y": 2}, MOE.with_(L=7, V=27), {}, "interleaved")
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize(("mesh", "config", "types", "schedule"), CASES.values(), ids=CASES)
@@ -238,15 +243,20 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
 
 NAMELESS = transformer.init(LATENT, device="meta")
 X2, X4, Y2 = (AbstractMesh(sizes) for sizes in ({"X": 2}, {"X": 4}, {"Y": 2}))
-UNWRITTEN = {  # what no class there has: a config
-    "gated": MOE.with_(gated=False),
-    "routing (nearest: glm4_moe)": MOE.with_(shared=1),
-    "routing": MOE.with_(routing="sigmoid"),
-    "capacity": MOE.with_(capacity=1.0),
-    "window": SMALL.with_(window=(2, None, 3)),
-    "window (nearest: mixtral)": MOE.with_(window=(2, None, 2)),
-    "window (nearest: deepseek_v3)": DEEPSEEK.with_(window=2),
-}
+# what no class there has: a config
+UNWRITTEN = named(
+    """
+what no class has              config
+gated                          MOE.with_(gated=False)
+routing (nearest: glm4_moe)    MOE.with_(shared=1)
+routing                        MOE.with_(routing="sigmoid")
+capacity                       MOE.with_(capacity=1.0)
+window                         SMALL.with_(window=(2, None, 3))
+window (nearest: mixtral)      MOE.with_(window=(2, None, 2))
+window (nearest: deepseek_v3)  DEEPSEEK.with_(window=2)
+""",
+    globals(),
+)
 test_what_is_not_written_and_a_latent_where_it_is_not_computed = refused(
     by_words(
         {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from probes import shaken
-from refused import by_words, refused
+from refused import by_words, named, refused
 from torch.func import vjp
 
 from scaling import tree
@@ -28,17 +28,21 @@ def layer_of(config):
     return layer, x, dy
 
 
-WRONG = {
-    "routing is 'hash': must be one of 'softmax', 'sigmoid'": {"routing": "hash"},
-    "expert_groups=3 must divide E=8": {"expert_groups": 3},
-    "top_groups=5 lie in 1..4": {"expert_groups": 4, "top_groups": 5},
-    "k=2 experts cannot come from 1 groups": {"expert_groups": 8, "top_groups": 1},
-    "capacity is 0.0: must be in (0, inf)": {"capacity": 0.0},
-    "aux_coef is -1.0: must be in [0, inf)": {"aux_coef": -1.0},
-    "z_coef is nan: must be in [0, inf)": {"z_coef": float("nan")},
-    "routed_scale is 0.0: must be in (0, inf)": {"routed_scale": 0.0},
-    "balance_by is 'token': must be one of": {"balance_by": "token"},
-}
+WRONG = named(
+    """
+words of the error                                      options
+routing is 'hash': must be one of 'softmax', 'sigmoid'  {"routing": "hash"}
+expert_groups=3 must divide E=8                         {"expert_groups": 3}
+top_groups=5 lie in 1..4                                {"expert_groups": 4, "top_groups": 5}
+k=2 experts cannot come from 1 groups                   {"expert_groups": 8, "top_groups": 1}
+capacity is 0.0: must be in (0, inf)                    {"capacity": 0.0}
+aux_coef is -1.0: must be in [0, inf)                   {"aux_coef": -1.0}
+z_coef is nan: must be in [0, inf)                      {"z_coef": float("nan")}
+routed_scale is 0.0: must be in (0, inf)                {"routed_scale": 0.0}
+balance_by is 'token': must be one of                   {"balance_by": "token"}
+""",
+    globals(),
+)
 test_config = refused(
     by_words({words: partial(Config, "m", **SIZES, E=8, k=2, **given) for words, given in WRONG.items()})
 )

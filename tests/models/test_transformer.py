@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from misuse import rooms
 from probes import shaken
-from refused import by_words, refused
+from refused import by_words, named, refused
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import tree
@@ -235,10 +235,20 @@ WRONG = {
     "segments": [TOKENS[:1, :5], WEIGHTS, WEIGHTS > 0],
     "config": [SMALL.with_(V=64), SMALL.with_(gated=False), SMALL.with_(attention_bias=True)],
 }
-OPTIONS = {
-    "microbatches": [0, 3], "label_smoothing": [-0.1, 2.0], "scale": [0.0], "sums": [torch.int32, "float32"],
-    "zero": [4], "context": ["zig"], "remat": ["all"], "schedule": ["gpipe"],
-}  # fmt: skip
+OPTIONS = named(
+    """
+option           values
+microbatches     [0, 3]
+label_smoothing  [-0.1, 2.0]
+scale            [0.0]
+sums             [torch.int32, "float32"]
+zero             [4]
+context          ["zig"]
+remat            ["all"]
+schedule         ["gpipe"]
+""",
+    globals(),
+)
 test_a_step_on_a_mesh = refused(
     {f"{n} {i}": partial(on_mesh, **{n: x}) for n, some in (WRONG | OPTIONS).items() for i, x in enumerate(some)}
     | {f"seed={seed}": partial(on_mesh, config=SMALL.with_(dropout=0.5), seed=seed) for seed in ("3", None)}

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from refused import evaluated, read_table, refused
+from refused import evaluated, named, read_table, refused
 
 from scaling import optim, tree
 from scaling.mesh import Mesh
@@ -101,21 +101,28 @@ CALLS = {
         partial(make, **{name: value}), name)
     for make, name, values in OPTIONS for value in values
 }  # fmt: skip
-TREES = {  # what is another in an update, and words of its error
-    "a gradient is missing": ({"grads": {"b": B, "z": W}}, 'grads["w"] has shape nothing, its param (3, 4)'),
-    "a gradient of another shape": ({"grads": {"w": B, "b": B}}, 'grads["w"] has shape (4,), its param (3, 4)'),
-    "a gradient too many": ({"grads": {"w": W, "b": B, "z": W}}, 'grads["z"] has shape (3, 4), its param nothing'),
-    "moments of another name": ({"state": given_m(W, "z")}, 'state["m"]["w"] has shape nothing'),
-    "a moment of another shape": ({"state": given_m(B)}, 'state["m"]["w"] has shape (4,), its param (3, 4)'),
-    "moments of another precision": ({"state": given_m(W.float())}, 'state["m"] has other dtypes'),
-    "no moments": ({"state": lambda state: {"step": state["step"]}}, "the state holds ['step'], not ['step', "),
-    "partial": ({"specs": PARTIAL, "mesh": ONE}, "reduce it to w[D, F]"),
-    "partial, of which all share": ({"specs": PARTIAL}, 'grads["w"]: w[D, F] {U_X} is unreduced'),
-    "no such axis": ({"specs": SPECS | {"w": "w[D_Y, F]"}, "mesh": ONE}, "unknown mesh axis Y"),
-    "a dim less": ({"specs": SPECS | {"w": "w[D]"}, "mesh": ONE}, 'grads["w"]: w[D] has 1 dims, but the gradient (3'),
-    "no spec": ({"specs": {"w": "w[D, F]"}, "mesh": ONE}, 'grads["b"]: has no spec'),
-    "donate": ({"donate": "no"}, "donate"),
-}
+# what is another in an update, and words of its error
+TREES = named(
+    """
+what                          what is another in an update, words of its error
+a gradient is missing         ({"grads": {"b": B, "z": W}}, 'grads["w"] has shape nothing, its param (3, 4)')
+a gradient of another shape   ({"grads": {"w": B, "b": B}}, 'grads["w"] has shape (4,), its param (3, 4)')
+a gradient too many           ({"grads": {"w": W, "b": B, "z": W}}, 'grads["z"] has shape (3, 4), its param nothing')
+moments of another name       ({"state": given_m(W, "z")}, 'state["m"]["w"] has shape nothing')
+a moment of another shape     ({"state": given_m(B)}, 'state["m"]["w"] has shape (4,), its param (3, 4)')
+moments of another precision  ({"state": given_m(W.float())}, 'state["m"] has other dtypes')
+no moments
+    ({"state": lambda state: {"step": state["step"]}}, "the state holds ['step'], not ['step', ")
+partial                       ({"specs": PARTIAL, "mesh": ONE}, "reduce it to w[D, F]")
+partial, of which all share   ({"specs": PARTIAL}, 'grads["w"]: w[D, F] {U_X} is unreduced')
+no such axis                  ({"specs": SPECS | {"w": "w[D_Y, F]"}, "mesh": ONE}, "unknown mesh axis Y")
+a dim less
+    ({"specs": SPECS | {"w": "w[D]"}, "mesh": ONE}, 'grads["w"]: w[D] has 1 dims, but the gradient (3')
+no spec                       ({"specs": {"w": "w[D, F]"}, "mesh": ONE}, 'grads["b"]: has no spec')
+donate                        ({"donate": "no"}, "donate")
+""",
+    globals(),
+)
 for step in (torch.tensor(1.0), torch.zeros(2).long(), 3):
     TREES[f"step {step!r}"] = {"state": lambda state, step=step: state | {"step": step}}, 'state["step"]'
 for kind, leaf in {

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from http_server import CONFIG, chat, running
+from refused import named
 
 from scaling import __main__
 from scaling.models.text import ByteText
@@ -34,30 +35,36 @@ def body(**fields) -> bytes:
 
 KEYS = dict.fromkeys(map(str, range(50_000)), 1)
 USER = {"role": "user", "content": "a"}
-BODIES = {  # what is large: (the field that is refused for it, the rest of the body)
-    "a text": ("prompt", {"prompt": "a" * 4 * MILLION}),
-    "ids": ("prompt", {"prompt": b"[" + b"1," * MILLION + b"1]"}),
-    "numbers that are no ids": ("prompt", {"prompt": b"[" + b"0.5," * 250_000 + b"1]"}),
-    "texts": ("prompt", {"prompt": ["a" * 60_000] * 64}),
-    "many texts": ("prompt", {"prompt": ["a"] * 200_000}),
-    "many lists": ("prompt", {"prompt": b"[" + b"[1]," * 100_000 + b"[1]]"}),
-    "messages": ("messages", {"messages": [USER] * 30_000}),
-    "a message": ("messages", {"messages": [{"role": "user", "content": "a" * 4 * MILLION}]}),
-    "parts": ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}]}),
-    "a role": ("messages[0].role", {"messages": [{"role": "r" * 4 * MILLION, "content": ""}]}),
-    "a message's keys": ("messages[0].0", {"messages": [{"role": "user"} | KEYS]}),
-    "empty objects": ("prompt", {"prompt": b"[" + b"{}," * 100_000 + b"{}]"}),
-    "nulls": ("prompt", {"prompt": b"[" + b'{"a":null},' * 100_000 + b"{}]"}),
-    "stop texts": ("stop", {"prompt": "a", "stop": ["b"] * 200_000}),
-    "a stop text": ("stop", {"prompt": "a", "stop": "b" * 4 * MILLION}),
-    "logit_bias": ("logit_bias", {"prompt": "a", "logit_bias": KEYS}),
-    "n": ("n", {"prompt": "a", "n": 10**9}),
-    "answers of prompts": ("n", {"prompt": ["a"] * 64, "n": 2}),
-    "best_of": ("best_of", {"prompt": "a", "best_of": 10**30}),
-    "a number": ("max_tokens", {"prompt": "a", "max_tokens": b"9" * 4000}),
-    "keys": ("0", {"prompt": "a"} | KEYS),
-    "a key": ("k" * 80, {"prompt": "a", "k" * 4 * MILLION: 1}),
-}  # fmt: skip
+# what is large: (the field that is refused for it, the rest of the body)
+BODIES = named(
+    """
+what is large            the field that is refused for it, the rest of the body
+a text                   ("prompt", {"prompt": "a" * 4 * MILLION})
+ids                      ("prompt", {"prompt": b"[" + b"1," * MILLION + b"1]"})
+numbers that are no ids  ("prompt", {"prompt": b"[" + b"0.5," * 250_000 + b"1]"})
+texts                    ("prompt", {"prompt": ["a" * 60_000] * 64})
+many texts               ("prompt", {"prompt": ["a"] * 200_000})
+many lists               ("prompt", {"prompt": b"[" + b"[1]," * 100_000 + b"[1]]"})
+messages                 ("messages", {"messages": [USER] * 30_000})
+a message                ("messages", {"messages": [{"role": "user", "content": "a" * 4 * MILLION}]})
+parts
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}]})
+a role                   ("messages[0].role", {"messages": [{"role": "r" * 4 * MILLION, "content": ""}]})
+a message's keys         ("messages[0].0", {"messages": [{"role": "user"} | KEYS]})
+empty objects            ("prompt", {"prompt": b"[" + b"{}," * 100_000 + b"{}]"})
+nulls                    ("prompt", {"prompt": b"[" + b'{"a":null},' * 100_000 + b"{}]"})
+stop texts               ("stop", {"prompt": "a", "stop": ["b"] * 200_000})
+a stop text              ("stop", {"prompt": "a", "stop": "b" * 4 * MILLION})
+logit_bias               ("logit_bias", {"prompt": "a", "logit_bias": KEYS})
+n                        ("n", {"prompt": "a", "n": 10**9})
+answers of prompts       ("n", {"prompt": ["a"] * 64, "n": 2})
+best_of                  ("best_of", {"prompt": "a", "best_of": 10**30})
+a number                 ("max_tokens", {"prompt": "a", "max_tokens": b"9" * 4000})
+keys                     ("0", {"prompt": "a"} | KEYS)
+a key                    ("k" * 80, {"prompt": "a", "k" * 4 * MILLION: 1})
+""",
+    globals(),
+)
 
 
 def refused(data: bytes, chat: bool, model=SHORT) -> RequestError:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from machine import on_ranks
 from misuse import rooms
-from refused import evaluated, refused
+from refused import evaluated, named, refused
 
 from scaling import serve, tree
 from scaling.configs import Config, Latent
@@ -216,12 +216,20 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
     assert generated(**own) == generated(**given) != plain
 
 
-UNREADABLE = {
-    "an empty prompt": Request(0, (), 3), "8 fit": Request(0, (1,), 8), "at least 1": Request(0, (1,), 0),
-    "must be a tuple": Request(0, [1, 2], 2), "prompt=(1.5,)": Request(0, (1.5,), 2),
-    "stop=5": Request(0, (1,), 2, 5), "must be a frozenset": Request(0, (1,), 2, frozenset({"5"})),
-    "stops='ab'": Request(0, (1,), 2, stops="ab"),
-}  # fmt: skip
+UNREADABLE = named(
+    """
+words of the error   request
+an empty prompt      Request(0, (), 3)
+8 fit                Request(0, (1,), 8)
+at least 1           Request(0, (1,), 0)
+must be a tuple      Request(0, [1, 2], 2)
+prompt=(1.5,)        Request(0, (1.5,), 2)
+stop=5               Request(0, (1,), 2, 5)
+must be a frozenset  Request(0, (1,), 2, frozenset({"5"}))
+stops='ab'           Request(0, (1,), 2, stops="ab")
+""",
+    globals(),
+)
 
 
 def test_requests_that_can_never_be_served_and_events_that_nothing_waits_for():

@@ -4,6 +4,7 @@ differ by rank; a write in place keeps the written array's type, or is refused."
 import pytest
 import torch
 from machine import on_ranks
+from refused import named
 
 from scaling import collectives as c
 from scaling import tree
@@ -81,17 +82,35 @@ def test_the_judge_is_given_an_abstract_mesh():
 
 
 WHOLE = torch.arange(16.0).view(4, 4)
-WRITES = {  # into r, reduced, s, partial sums, w, which varies as v does, or i, invariant: what is there afterwards
-    "r.add_(r)": 6, "r.mul_(2)": 6, "r.copy_(r * 2)": 6, "torch.add(r, r, out=r)": 6, "i.add_(1)": 2,
-    "s.add_(s)": 2 * WHOLE, "s.neg_()": -WHOLE, "s.copy_(s + s)": 2 * WHOLE, "s.mul_(r)": 3 * WHOLE,
-    "s.__iadd__(s)": 2 * WHOLE, "s.mul_(2)": 2 * WHOLE, "s.copy_(s / r)": WHOLE / 3, "s.__setitem__(0, s[0])": WHOLE,
-    "s.copy_(s @ pcast(torch.eye(4), 'X', to='reduced'))": WHOLE, "s.copy_(s.cumsum(1))": WHOLE.cumsum(1),
-    "s.copy_(torch.addmm(s, s, pcast(torch.eye(4), 'X', to='reduced')))": 2 * WHOLE,
-    "s.copy_(s.mean().expand(2, 4))": WHOLE.view(2, 8).mean(1).repeat_interleave(8).view(4, 4),
-    "torch.add(s, s, out=s)": 2 * WHOLE,
-    "w.add_(v)": 2 * WHOLE, "w.add_(r)": WHOLE + 3, "torch.add(v, v, out=w)": 2 * WHOLE,
-    "torch.add(r, r, out=w)": 6,
-}  # fmt: skip
+# into r, reduced, s, partial sums, w, which varies as v does, or i, invariant: what is there afterwards
+WRITES = named(
+    """
+line                                                          what is there afterwards
+r.add_(r)                                                     6
+r.mul_(2)                                                     6
+r.copy_(r * 2)                                                6
+torch.add(r, r, out=r)                                        6
+i.add_(1)                                                     2
+s.add_(s)                                                     2 * WHOLE
+s.neg_()                                                      -WHOLE
+s.copy_(s + s)                                                2 * WHOLE
+s.mul_(r)                                                     3 * WHOLE
+s.__iadd__(s)                                                 2 * WHOLE
+s.mul_(2)                                                     2 * WHOLE
+s.copy_(s / r)                                                WHOLE / 3
+s.__setitem__(0, s[0])                                        WHOLE
+s.copy_(s @ pcast(torch.eye(4), 'X', to='reduced'))           WHOLE
+s.copy_(s.cumsum(1))                                          WHOLE.cumsum(1)
+s.copy_(torch.addmm(s, s, pcast(torch.eye(4), 'X', to='reduced')))  2 * WHOLE
+s.copy_(s.mean().expand(2, 4))                                WHOLE.view(2, 8).mean(1).repeat_interleave(8).view(4, 4)
+torch.add(s, s, out=s)                                        2 * WHOLE
+w.add_(v)                                                     2 * WHOLE
+w.add_(r)                                                     WHOLE + 3
+torch.add(v, v, out=w)                                        2 * WHOLE
+torch.add(r, r, out=w)                                        6
+""",
+    globals(),
+)
 CHANGES_THE_TYPE = (
     "r.add_(v)", "r.__iadd__(v)", "r[0].add_(v[0])", "r.copy_(v)", "r.lerp_(v, 0.5)", "r.masked_fill_(v > 3, 0.0)",
     "r.clamp_(max=v)", "r.__setitem__(0, v[0])", "r.mul_(v)", "r.sub_(v)", "torch.add(r, v, out=r)", "i.add_(v)",

@@ -10,7 +10,7 @@ import torch
 from beside_jax import close, filling
 from machine import on_ranks
 from programs import TABLES, evaluate
-from refused import pairs, refused
+from refused import named, pairs, refused
 from torch.func import grad, jvp, vjp, vmap
 
 from scaling import shard_map as manual
@@ -221,23 +221,28 @@ def test_neither_the_program_nor_its_caller_writes_through():
 
 
 NOT_DIMS = (5, -3, None, "0", 1.0)
-GIVEN = {  # to a call, what it does not take
-    "psum(x, given)": ("Z", None, 3, True, ("X", "X"), ("X", 3), ""),
-    "x + axis_index(given)": ("Q", None),
-    "all_gather(x, 'X', axis=given, tiled=True)": NOT_DIMS,
-    "psum_scatter(x, 'X', scatter_dimension=given, tiled=True)": NOT_DIMS,
-    "all_to_all(x, 'X', given, 0, tiled=True)": NOT_DIMS,
-    "dynamic_slice_in_dim(x, 0, 1, given)": NOT_DIMS,
-    "dynamic_slice_in_dim(x, 0, given)": (5, -1, None, "1", 1.0),
-    "dynamic_slice_in_dim(x, given, 1)": (None, "0", 0.5, torch.ones(2).long()),
-    "all_gather(x, 'X', to=given)": ("x", None),
-    "ppermute(x, 'X', given)": ([(0.5, 1)], [("0", "1")], [(0,)], 3, None, "01"),
-    "pmax(torch.complex(x, x), given).real": ("X",),
-    "pmin(x.to(torch.float8_e4m3fn), given).float()": ("X",),
-    "psum(x.to(torch.float8_e4m3fn), given).float()": ("X",),
-    "psum(given, 'X')": ("a",),
-    "given": ("a",),
-}
+# to a call, what it does not take
+GIVEN = named(
+    """
+call                                                       what it does not take
+psum(x, given)                                             ("Z", None, 3, True, ("X", "X"), ("X", 3), "")
+x + axis_index(given)                                      ("Q", None)
+all_gather(x, 'X', axis=given, tiled=True)                 NOT_DIMS
+psum_scatter(x, 'X', scatter_dimension=given, tiled=True)  NOT_DIMS
+all_to_all(x, 'X', given, 0, tiled=True)                   NOT_DIMS
+dynamic_slice_in_dim(x, 0, 1, given)                       NOT_DIMS
+dynamic_slice_in_dim(x, 0, given)                          (5, -1, None, "1", 1.0)
+dynamic_slice_in_dim(x, given, 1)                          (None, "0", 0.5, torch.ones(2).long())
+all_gather(x, 'X', to=given)                               ("x", None)
+ppermute(x, 'X', given)                                    ([(0.5, 1)], [("0", "1")], [(0,)], 3, None, "01")
+pmax(torch.complex(x, x), given).real                      ("X",)
+pmin(x.to(torch.float8_e4m3fn), given).float()             ("X",)
+psum(x.to(torch.float8_e4m3fn), given).float()             ("X",)
+psum(given, 'X')                                           ("a",)
+given                                                      ("a",)
+""",
+    globals(),
+)
 
 
 def function_of(text: str, **given):

@@ -12,6 +12,7 @@ import torch
 from array_types import meta
 from machine import on_ranks
 from problems import BLOCKS, SIZES, STRATEGIES, close, counts, one_device, pulled, specs, squares, stack, trained, whole
+from refused import named
 from torch.func import vjp
 
 from scaling import optim, tree
@@ -143,15 +144,17 @@ def passes(strategy, In, params, mesh=MESH, backward=None, **keep):
     return forward, back
 
 
-LEDGER = {  # book map: collectives of one layer, forward and backward
-    "data_parallel": ({}, {(AR, "X"): 2}),
-    "fsdp": ({(AG, "X"): 2}, {(AG, "X"): 2, (RS, "X"): 2}),
-    "tensor_parallel": ({(AG, "Y"): 1, (RS, "Y"): 1}, {(AG, "Y"): 1, (RS, "Y"): 1}),
-    "fsdp_tp": (
-        {(AG, "X"): 2, (AG, "Y"): 1, (RS, "Y"): 1},
-        {(AG, "X"): 2, (RS, "X"): 2, (AG, "Y"): 1, (RS, "Y"): 1},
-    ),
-}
+# book map: collectives of one layer, forward and backward
+LEDGER = named(
+    """
+strategy         collectives of one layer, forward and backward
+data_parallel    ({}, {(AR, "X"): 2})
+fsdp             ({(AG, "X"): 2}, {(AG, "X"): 2, (RS, "X"): 2})
+tensor_parallel  ({(AG, "Y"): 1, (RS, "Y"): 1}, {(AG, "Y"): 1, (RS, "Y"): 1})
+fsdp_tp          ({(AG, "X"): 2, (AG, "Y"): 1, (RS, "Y"): 1}, {(AG, "X"): 2, (RS, "X"): 2, (AG, "Y"): 1, (RS, "Y"): 1})
+""",
+    globals(),
+)
 BD, DF = 4 * B * D, 4 * D * F  # bytes of the activations and of one weight in float32
 BYTES = {  # Part 5, Takeaways (erratum E-5.1 for the backward of FSDP + TP), with 4 bytes an element instead of 2
     "data_parallel": (0, 4 * DF),

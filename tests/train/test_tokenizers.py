@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from refused import named
 
 pytest.importorskip("tokenizers", reason="tables of tokenizers need the library: pip install tokenizers")
 pytest.importorskip("safetensors")
@@ -80,11 +81,22 @@ def place(tmp_path_factory):
     return here
 
 
-MODEL = {  # name: (its vocabulary, its own tokenizer, whether it has weights)
-    "hf": (32, "own", True), "bare": (32, None, True), "hf256": (256, "own", True), "bare256": (256, None, True),
-    "less": (16, "own", True), "sizes.json": (32, None, False), "hf/config.json": (32, "own", False),
-    "tiny": (256, None, False), "room": (300, "bytes", True),
-}  # fmt: skip
+# name: (its vocabulary, its own tokenizer, whether it has weights)
+MODEL = named(
+    """
+name            its vocabulary, its own tokenizer, whether it has weights
+hf              (32, "own", True)
+bare            (32, None, True)
+hf256           (256, "own", True)
+bare256         (256, None, True)
+less            (16, "own", True)
+sizes.json      (32, None, False)
+hf/config.json  (32, "own", False)
+tiny            (256, None, False)
+room            (300, "bytes", True)
+""",
+    globals(),
+)
 IDS = {"bytes": 256, "own": len(WORDS), "other": len(WORDS), "long": len(WORDS) + 400, "ids": 0}
 GIVEN = (None, "bytes", "own", "other", "long")
 DATA = ("text.txt", "rows.npy", "shards-bytes", "shards-own", "shards-other", "rows.npy,text.txt")
