@@ -15,6 +15,7 @@ from machine import Forked, ended
 from mutant_programs import judgement, replace, restore
 from mutants import ROOT, mutants, text_of
 from outcomes import stored, variants
+from refused import named
 from sources import parsed
 
 from scaling.check import check_source, judged, main
@@ -275,27 +276,32 @@ def test_a_text_that_was_not_judged_is_not_called_right(program):
 
 HEAD = "import torch\nfrom scaling.collectives import all_gather\nfrom scaling.mesh import AbstractMesh\n"
 CALL = "all_gather('x[B_X] -> x[B]', torch.ones(2), AbstractMesh({'X': 2}))\n"
-COMMANDS = {  # arguments: the exit status, what is said
-    "right.py": (0, "1 call in 1 file, 0 of them not judged"),
-    "--strict right.py": (0, "0 findings"),
-    "--lines . right.py": (1, "6 calls in 8 files, each line by itself"),
-    "wrong.py": (1, "wrong.py:4: "),
-    "--json wrong.py": (1, '"checked": 1'),
-    "never.py": (0, "never.py:5: this call was not reached"),
-    "--strict never.py": (1, "0 findings"),
-    "formatted.py": (0, "formatted.py:1: its typed lines are f-strings, so it was not run"),
-    "--strict formatted.py": (1, "0 findings"),
-    "plain.py": (0, "NOTHING WAS JUDGED: no literal typed line is written in 1 file"),
-    "--strict plain.py": (1, "0 findings"),
-    "unused.py": (0, "unused.py:1: nothing in this file was judged"),
-    "--strict unused.py": (1, "0 findings"),
-    ". right.py": (1, "NOT JUDGED: no literal typed line is written in 2 files\n  formatted.py\n  plain.py"),
-    "docstring.py": (0, "docstring.py:4: the types of its docstring could not be read: are they given or returned?"),
-    "illegal.py": (0, "illegal.py:4: the types of its docstring could not be read: mesh axis X is used twice"),
-    "nowhere.py": (2, "nowhere.py: no such file"),
-    "empty": (2, "empty: no Python files in this directory"),
-    "notes.txt": (2, "notes.txt: is not a Python file"),
-}
+# arguments: the exit status, what is said
+COMMANDS = named(
+    r"""
+arguments              exit code, words
+right.py               (0, "1 call in 1 file, 0 of them not judged")
+--strict right.py      (0, "0 findings")
+--lines . right.py     (1, "6 calls in 8 files, each line by itself")
+wrong.py               (1, "wrong.py:4: ")
+--json wrong.py        (1, '"checked": 1')
+never.py               (0, "never.py:5: this call was not reached")
+--strict never.py      (1, "0 findings")
+formatted.py           (0, "formatted.py:1: its typed lines are f-strings, so it was not run")
+--strict formatted.py  (1, "0 findings")
+plain.py               (0, "NOTHING WAS JUDGED: no literal typed line is written in 1 file")
+--strict plain.py      (1, "0 findings")
+unused.py              (0, "unused.py:1: nothing in this file was judged")
+--strict unused.py     (1, "0 findings")
+. right.py             (1, "NOT JUDGED: no literal typed line is written in 2 files\n  formatted.py\n  plain.py")
+docstring.py           (0, "docstring.py:4: the types of its docstring could not be read: are they given or returned?")
+illegal.py             (0, "illegal.py:4: the types of its docstring could not be read: mesh axis X is used twice")
+nowhere.py             (2, "nowhere.py: no such file")
+empty                  (2, "empty: no Python files in this directory")
+notes.txt              (2, "notes.txt: is not a Python file")
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("given", COMMANDS)

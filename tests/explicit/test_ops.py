@@ -11,6 +11,7 @@ import pytest
 import torch
 from beside_jax import Case, called, cases, written
 from machine import on_ranks
+from refused import named
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from scaling import auto, explicit
@@ -128,36 +129,71 @@ def test_the_names_of_spmd_types_in_the_notation():
 
 MESH, AXES = AbstractMesh({"X": 2, "Y": 2}), ("X", "Y")
 INDEX, MASK = torch.tensor([3, 0, 2, 2]), torch.arange(32).view(4, 8) % 3 > 0
-GROUPS = [  # the shapes of x (and of y), or what it is: calls
-    ([(4, 8)], [
-        "torch.split(x, 3, 1)", "x.sort(0)", "x.argsort()", "F.pad(x, (1, 3))", "F.pad(x, (0, 0, 2, 2), value=3.0)",
-        "x.select(1, 2)", "x.narrow(1, 2, 4)", "x.roll(1, 1)", "x.roll(1)", "x.repeat_interleave(2, 0)",
-        "x.repeat_interleave(2)", "x.argmax(1)", "x.var(0)", "x.var(False)", "x.cumsum(1)", "torch.zeros_like(x)",
-        "torch.ones_like(x)", "(9 * x).int()", "x[..., ...]", "x / 2", "x / torch.tensor(2.0, dtype=torch.float64)",
-        "2 - x", "torch.add(x, 0, alpha=2)", "x + 1", "-x", "x > 0", "F.gelu(x)", "torch.softmax(x, 1)",
-        "torch.logsumexp(x, 1)", "x.mean(0)", "x.mean()", "x.unsqueeze(1)",
-        "x.float().mean(0, dtype=torch.float64)", "x.max()", "x.norm(dim=1)", "torch.rsub(x, 5, alpha=2)",
-    ]),
-    ([(4, 2)], ["x.unbind(-1)"]),
-    ([(8, 4)], ["x.topk(4, 0)"]),
-    ([(4, 1)], ["x.expand(4, -1, 8)"]),
-    ([(4, 8), (4, 8)], [
-        "torch.stack([x, y], 1)", "torch.add(x, y, alpha=2)", "torch.max(x, y)", "torch.lerp(x, y, 0.3)",
-    ]),
-    ([(4, 8), (4, 2)], ["torch.cat([x, y], 1)"]),
-    ([(4, 8), INDEX], ["x.index_select(0, y)"]),
-    ([(4, 8), (8,)], ["x.mv(y)"]),
-    ([(8,), (8,)], ["x.dot(y)"]),
-    ([(4, 2, 8)], ["x.movedim((0, 1), (1, 2))", "x[..., None, 1::2, :4]", "x.mT"]),
-    ([(4, 4, 4)], ["x.diagonal(0, 0, 2)"]),
-    ([(4, 8, 4)], ["x[1, ..., 0]"]),
-    ([(4, 8), (4, 1)], ["x * y"]),
-    ([MASK, (4, 8)], ["torch.where(x, y, 0.0)"]),
-    ([(4, 2, 4)], ["x.sum((0, 2), keepdim=True)", "torch.einsum('bcd->dc', x)", "x.flatten(0, 1)"]),
-    ([(2, 4, 4), (4, 8)], ["torch.einsum('bij,jk->bik', x, y)"]),
-    ([(8, 8)], ["x.reshape(2, 8, 4)"]),
-]  # fmt: skip
-CASES = {call: given for given, calls in GROUPS for call in calls}
+CASES = named(
+    """
+call                                                          arrays, or their shapes
+torch.split(x, 3, 1)                                          [(4, 8)]
+x.sort(0)                                                     [(4, 8)]
+x.argsort()                                                   [(4, 8)]
+F.pad(x, (1, 3))                                              [(4, 8)]
+F.pad(x, (0, 0, 2, 2), value=3.0)                             [(4, 8)]
+x.select(1, 2)                                                [(4, 8)]
+x.narrow(1, 2, 4)                                             [(4, 8)]
+x.roll(1, 1)                                                  [(4, 8)]
+x.roll(1)                                                     [(4, 8)]
+x.repeat_interleave(2, 0)                                     [(4, 8)]
+x.repeat_interleave(2)                                        [(4, 8)]
+x.argmax(1)                                                   [(4, 8)]
+x.var(0)                                                      [(4, 8)]
+x.var(False)                                                  [(4, 8)]
+x.cumsum(1)                                                   [(4, 8)]
+torch.zeros_like(x)                                           [(4, 8)]
+torch.ones_like(x)                                            [(4, 8)]
+(9 * x).int()                                                 [(4, 8)]
+x[..., ...]                                                   [(4, 8)]
+x / 2                                                         [(4, 8)]
+x / torch.tensor(2.0, dtype=torch.float64)                    [(4, 8)]
+2 - x                                                         [(4, 8)]
+torch.add(x, 0, alpha=2)                                      [(4, 8)]
+x + 1                                                         [(4, 8)]
+-x                                                            [(4, 8)]
+x > 0                                                         [(4, 8)]
+F.gelu(x)                                                     [(4, 8)]
+torch.softmax(x, 1)                                           [(4, 8)]
+torch.logsumexp(x, 1)                                         [(4, 8)]
+x.mean(0)                                                     [(4, 8)]
+x.mean()                                                      [(4, 8)]
+x.unsqueeze(1)                                                [(4, 8)]
+x.float().mean(0, dtype=torch.float64)                        [(4, 8)]
+x.max()                                                       [(4, 8)]
+x.norm(dim=1)                                                 [(4, 8)]
+torch.rsub(x, 5, alpha=2)                                     [(4, 8)]
+x.unbind(-1)                                                  [(4, 2)]
+x.topk(4, 0)                                                  [(8, 4)]
+x.expand(4, -1, 8)                                            [(4, 1)]
+torch.stack([x, y], 1)                                        [(4, 8), (4, 8)]
+torch.add(x, y, alpha=2)                                      [(4, 8), (4, 8)]
+torch.max(x, y)                                               [(4, 8), (4, 8)]
+torch.lerp(x, y, 0.3)                                         [(4, 8), (4, 8)]
+torch.cat([x, y], 1)                                          [(4, 8), (4, 2)]
+x.index_select(0, y)                                          [(4, 8), INDEX]
+x.mv(y)                                                       [(4, 8), (8,)]
+x.dot(y)                                                      [(8,), (8,)]
+x.movedim((0, 1), (1, 2))                                     [(4, 2, 8)]
+x[..., None, 1::2, :4]                                        [(4, 2, 8)]
+x.mT                                                          [(4, 2, 8)]
+x.diagonal(0, 0, 2)                                           [(4, 4, 4)]
+x[1, ..., 0]                                                  [(4, 8, 4)]
+x * y                                                         [(4, 8), (4, 1)]
+torch.where(x, y, 0.0)                                        [MASK, (4, 8)]
+x.sum((0, 2), keepdim=True)                                   [(4, 2, 4)]
+torch.einsum('bcd->dc', x)                                    [(4, 2, 4)]
+x.flatten(0, 1)                                               [(4, 2, 4)]
+torch.einsum('bij,jk->bik', x, y)                             [(2, 4, 4), (4, 8)]
+x.reshape(2, 8, 4)                                            [(8, 8)]
+""",
+    globals(),
+)
 KEEP = {  # the kinds of op whose result may be unreduced
     "linear", "adds", "multiplies", "divides", "sums", "contracts", "permutes", "reshapes", "broadcasts", "scans",
     "takes", "picks", "chooses", "joins", "parts", "zeros",

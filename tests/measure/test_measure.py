@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import counted_once, ended, on_ranks
+from refused import read_table
 
 from scaling import cost
 from scaling.configs import get
@@ -178,13 +179,17 @@ def test_two_ranks_measure_and_run_what_is_planned(ranks, monkeypatch):
         check_steps(TINY, chip, 3, 1)
 
 
-NONSENSE = [
-    ("--dtypes int4", 2, "unknown dtype int4"),
-    ("--ranks 1", 2, "'1' is not a whole number from 2"),
-    ("network --repeats 1 --mesh X=x", 1, "Error"),
-    ("network --repeats 1 --folder /nowhere/at/all", 2, "/nowhere/at/all"),
-    ("network --mesh X=1", 1, "has no network"),
-]
+NONSENSE = read_table(
+    """
+arguments                                       exit code  words
+"--dtypes int4"                                 2          "unknown dtype int4"
+"--ranks 1"                                     2          "'1' is not a whole number from 2"
+"network --repeats 1 --mesh X=x"                1          "Error"
+"network --repeats 1 --folder /nowhere/at/all"  2          "/nowhere/at/all"
+"network --mesh X=1"                            1          "has no network"
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), NONSENSE)

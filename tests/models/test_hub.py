@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from probes import shaken
+from refused import named
 
 from scaling import tree
 from scaling.configs import Config
@@ -21,12 +22,17 @@ from scaling.train.command import main as train
 pytest.importorskip("huggingface_hub")
 CONFIG = Config("small", L=2, D=16, F=24, N=4, K=2, H=4, V=256)
 PRIVATE = "has no such model or keeps it private fix: check the name"
-ERRORS = {  # of a repository that the hub does not have, that is private, that is gated: its answer, and what is said
-    "org/none": (404, "RepoNotFound", PRIVATE),
-    "org/private": (401, "RepoNotFound", PRIVATE),
-    "org/gated": (403, "GatedRepo", "to those only who have accepted its license fix: accept it"),
-    "org/pickles": (200, "", "has no safetensors on the hub; pickles are not read fix: choose"),
-}
+# of a repository that the hub does not have, that is private, that is gated: its answer, and what is said
+ERRORS = named(
+    """
+repository   status, code, words
+org/none     (404, "RepoNotFound", PRIVATE)
+org/private  (401, "RepoNotFound", PRIVATE)
+org/gated    (403, "GatedRepo", "to those only who have accepted its license fix: accept it")
+org/pickles  (200, "", "has no safetensors on the hub; pickles are not read fix: choose")
+""",
+    globals(),
+)
 
 
 def answers(repo: str, folder: Path) -> dict[str, tuple[bytes, dict]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from machine import on_ranks
 from probes import shaken
+from refused import named
 from test_hugging_face import TABLE
 
 from scaling import serve, tree
@@ -122,12 +123,16 @@ def test_what_is_handed_on_along_C_comes_back_as_its_cotangent():
     assert sent == {name: times * len(config.linear.layers) for name, times in HANDED_ON.items()}
 
 
-REFUSED = {
-    "zig-zag reorders the tokens": ({"C": 2}, 16, {}),
-    "a convolution over 4 tokens": ({"C": 8}, 16, {"context": "ring"}),
-    "a stage stores layers of one kind": ({"Z": 2}, 16, {}),
-    "3 blocks": ({"Y": 3}, 18, {}),
-}
+REFUSED = named(
+    """
+words                              sizes, T, options
+zig-zag reorders the tokens        ({"C": 2}, 16, {})
+a convolution over 4 tokens        ({"C": 8}, 16, {"context": "ring"})
+a stage stores layers of one kind  ({"Z": 2}, 16, {})
+3 blocks                           ({"Y": 3}, 18, {})
+""",
+    globals(),
+)
 
 
 def step_on(config: Config, mesh, T: int, options: dict) -> None:

@@ -84,12 +84,16 @@ def by_hand(params, x, config):
     return torch.stack(rows).view_as(x), balance, logits.logsumexp(-1).square().mean(), torch.tensor(load)
 
 
-LAYERS = {
-    "capacity": MIXTRAL.with_(capacity=0.7, balance_by="sequence"),
-    "groups": DEEPSEEK,
-    "first choices": DEEPSEEK.with_(balance_by="sequence", balance_first=True),
-    "empty experts": MIXTRAL.with_(E=40, k=1, gated=False, balance_first=True),
-}
+LAYERS = named(
+    """
+name           config
+capacity       MIXTRAL.with_(capacity=0.7, balance_by="sequence")
+groups         DEEPSEEK
+first choices  DEEPSEEK.with_(balance_by="sequence", balance_first=True)
+empty experts  MIXTRAL.with_(E=40, k=1, gated=False, balance_first=True)
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from refused import read_table
+from refused import named, read_table
 
 from scaling.configs import get
 from scaling.cost.counted import Calls
@@ -109,11 +109,17 @@ def test_on_a_chip_of_the_catalogue_what_is_fastest_by_formula_is_counted():
     assert any(why.startswith("X=7: ") for why in refused)
 
 
-NAMED = {  # jobs of a run: a model, its chips, sequences
-    "more chunks than layers": (get("llama3-405b"), 1024, 512), "61 layers": (get("deepseek-v3"), 256, 1024),
-    "linear layers": (get("qwen3.5-397b"), 512, 1024),
-    "dense layers between": (get("mixtral-8x7b").with_(dense_layers=tuple(range(1, 32, 2)), F_dense=14336), 16, 64),
-}  # fmt: skip
+# jobs of a run: a model, its chips, sequences
+NAMED = named(
+    """
+what                     model, chips, sequences
+more chunks than layers  (get("llama3-405b"), 1024, 512)
+61 layers                (get("deepseek-v3"), 256, 1024)
+linear layers            (get("qwen3.5-397b"), 512, 1024)
+dense layers between     (get("mixtral-8x7b").with_(dense_layers=tuple(range(1, 32, 2)), F_dense=14336), 16, 64)
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize(("model", "chips", "sequences"), NAMED.values(), ids=NAMED)

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from machine import ended
+from refused import read_table
 from test_serve import by_hand
 
 from scaling.configs import get
@@ -216,13 +217,17 @@ def test_the_ladder_is_climbed_as_the_model_grows():
 
 # --- Why: a layer in time, what else could be had, and what would change the answer
 
-JOBS = [
-    (Job(L70, 4 * 2**20), "v5p", 1024, Fixed()),
-    (Job(L70, 2**20), "h100", 64, Fixed((("fsdp", 8), ("tensor", 8)), remat="block")),
-    (Job(L8, 2**17, 2**16), "h100", 16, Fixed((("context", 8), ("tensor", 2)), remat="matmuls")),
-    (Job(get("mixtral-8x7b"), 256 * 4096), "h100", 64, Fixed((("expert", 8),))),
-    (Job(get("deepseek-v3"), 2**23), "h800", 256, Fixed(schedule="dualpipev")),
-]
+JOBS = read_table(
+    """
+job                                   chip    chips  fixed
+Job(L70, 4 * 2**20)                   "v5p"   1024   Fixed()
+Job(L70, 2**20)                       "h100"  64     Fixed((("fsdp", 8), ("tensor", 8)), remat="block")
+Job(L8, 2**17, 2**16)                 "h100"  16     Fixed((("context", 8), ("tensor", 2)), remat="matmuls")
+Job(get("mixtral-8x7b"), 256 * 4096)  "h100"  64     Fixed((("expert", 8),))
+Job(get("deepseek-v3"), 2**23)        "h800"  256    Fixed(schedule="dualpipev")
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize(("job", "name", "n", "fixed"), JOBS, ids=lambda x: x if isinstance(x, str) else None)

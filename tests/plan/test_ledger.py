@@ -6,7 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from refused import evaluated, refused
+from refused import evaluated, read_table, refused
 
 from scaling import cost
 from scaling.configs import get
@@ -222,14 +222,19 @@ test_refused = refused(evaluated(REFUSED, globals()))
 
 # --- What frameworks hold
 
-TITAN = [  # GiB; github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, with full checkpointing
-    ("llama3-8b", 8, 32768, {"fsdp": 8}, 1, 83.9),
-    ("llama3-8b", 4, 65536, {"fsdp": 4, "context": 2}, 1, 84.2),
-    ("llama3-8b", 2, 131072, {"fsdp": 2, "context": 4}, 1, 84.0),
-    ("llama3-70b", 512, 8192, {"fsdp": 32, "tensor": 8}, 1, 67.6),
-    ("llama3-405b", 64, 32768, {"fsdp": 8, "tensor": 8, "pipe": 8}, 8, 75.3),
-    ("llama3-405b", 32, 65536, {"fsdp": 4, "context": 2, "tensor": 8, "pipe": 8}, 8, 75.9),
-]
+# GiB; github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, with full checkpointing
+TITAN = read_table(
+    """
+model          sequences  seq     layout                                             microbatches  peak
+"llama3-8b"    8          32768   {"fsdp": 8}                                        1             83.9
+"llama3-8b"    4          65536   {"fsdp": 4, "context": 2}                          1             84.2
+"llama3-8b"    2          131072  {"fsdp": 2, "context": 4}                          1             84.0
+"llama3-70b"   512        8192    {"fsdp": 32, "tensor": 8}                          1             67.6
+"llama3-405b"  64         32768   {"fsdp": 8, "tensor": 8, "pipe": 8}                8             75.3
+"llama3-405b"  32         65536   {"fsdp": 4, "context": 2, "tensor": 8, "pipe": 8}  8             75.9
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize(("model", "sequences", "seq", "mesh", "microbatches", "peak"), TITAN)

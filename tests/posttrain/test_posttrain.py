@@ -18,7 +18,7 @@ from threading import enumerate as enumerate_threads
 import pytest
 import torch
 from grpo import PROMPTS, STEP, plain, records, run
-from refused import pairs
+from refused import named, pairs
 
 from scaling import tree
 from scaling.configs import get
@@ -326,14 +326,18 @@ def test_prompts_are_those_of_transformers(chats):
     assert [prompt.ids for prompt in found[len(CHATS) :]] == [theirs(text).input_ids for text in PROMPTS]
 
 
-UNANSWERABLE = {
-    "the last message is the assistant's": {"messages": [ASK, TELL]},
-    "has neither a text nor messages": {"messages": []},
-    "messages are objects": {"messages": ["Hi"]},
-    "chat_template_kwargs has 'messages'": {"messages": [ASK], "chat_template_kwargs": {"messages": []}},
-    "must be a table": {"messages": [ASK], "chat_template_kwargs": 1},
-    "the prompt has": {"messages": [ASK | {"content": "a" * 600}]},
-}
+UNANSWERABLE = named(
+    """
+words                                row
+the last message is the assistant's  {"messages": [ASK, TELL]}
+has neither a text nor messages      {"messages": []}
+messages are objects                 {"messages": ["Hi"]}
+chat_template_kwargs has 'messages'  {"messages": [ASK], "chat_template_kwargs": {"messages": []}}
+must be a table                      {"messages": [ASK], "chat_template_kwargs": 1}
+the prompt has                       {"messages": [ASK | {"content": "a" * 600}]}
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("said", UNANSWERABLE)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from machine import ended, once
+from refused import read_table
 
 from scaling import trace
 from scaling.collectives import all_reduce, einsum
@@ -253,13 +254,17 @@ def test_each_time_that_a_chapter_goes_to_its_ranks_has_a_profile(tmp_path, capf
         assert sorted(e["pid"] // 1000 for e in events if e["name"] == REDUCE) == [0] * times + [1] * times
 
 
-CANNOT = [
-    ("pyproject.toml chapter.py", 2, "it must be FILE.json or a folder, and "),
-    ("pyproject.toml/deeper chapter.py", 2, "it must be FILE.json or a folder, and "),
-    ("found nowhere.py", 2, "nowhere.py: there is no such chapter"),
-    ("found chapter.py --steps 0", 2, "unrecognized arguments: --steps 0"),
-    ("found alone.py", 1, "started no ranks"),
-]
+CANNOT = read_table(
+    """
+arguments                           exit code  words
+"pyproject.toml chapter.py"         2          "it must be FILE.json or a folder, and "
+"pyproject.toml/deeper chapter.py"  2          "it must be FILE.json or a folder, and "
+"found nowhere.py"                  2          "nowhere.py: there is no such chapter"
+"found chapter.py --steps 0"        2          "unrecognized arguments: --steps 0"
+"found alone.py"                    1          "started no ranks"
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), CANNOT)

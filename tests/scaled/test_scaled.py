@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from refused import read_table
 
 from scaling import trace
 from scaling.collectives import all_gather, all_to_all, einsum, ppermute, reduce_scatter, shard, unshard
@@ -112,13 +113,17 @@ def test_bytes_sent_are_those_of_the_parts():
     assert not log.events
 
 
-PRODUCTS = [
-    ("In[B, D] {Q_D} * W[D, F] {Q_D} -> Out[B, F]", "D"),
-    ("In[B, D] {Q} * W[D, F] {Q} -> Out[B, F]", "D"),
-    ("In[B, D] {Q_B} * dOut[B, F] {Q_B} -> dW[D, F]", "B"),
-    ("dOut[B, F] {Q_F} * W[D, F] {Q_D,F} -> dIn[D, B]", "F"),
-    ("In[B, D] * W[D, F] {Q_D} -> Out[B, F]", "D"),
-]
+PRODUCTS = read_table(
+    """
+line                                               summed
+"In[B, D] {Q_D} * W[D, F] {Q_D} -> Out[B, F]"      "D"
+"In[B, D] {Q} * W[D, F] {Q} -> Out[B, F]"          "D"
+"In[B, D] {Q_B} * dOut[B, F] {Q_B} -> dW[D, F]"    "B"
+"dOut[B, F] {Q_F} * W[D, F] {Q_D,F} -> dIn[D, B]"  "F"
+"In[B, D] * W[D, F] {Q_D} -> Out[B, F]"            "D"
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

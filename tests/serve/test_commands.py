@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from machine import Forked
+from refused import named
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from scaling import __main__, launch, serve
@@ -143,13 +144,20 @@ def test_generate_from_a_run_that_kept_no_model(folder, tmp_path, capsys):
     assert [*map(int, capsys.readouterr().out.split())] == completed(bytes([1, 2]), 4)
 
 
-REFUSED = {  # by what is said: options of `generate`
-    "the prompt is empty": ["--prompt", ""], "whole numbers": ["--prompt-ids", "1,x"],
-    "--prompt-ids ''": ["--prompt-ids", ""],
-    "no chat template": ["--prompt", "a", "--chat"], "mesh axis X": ["--prompt", "a", "--mesh", "X=2"],
-    "unknown model": ["--prompt", "a", "--draft", "nowhere"],
-    "a shard cuts no block": ["--prompt", "a", "--weights", "fp8-128"],
-}  # fmt: skip
+# by what is said: options of `generate`
+REFUSED = named(
+    """
+words                  options
+the prompt is empty    ["--prompt", ""]
+whole numbers          ["--prompt-ids", "1,x"]
+--prompt-ids ''        ["--prompt-ids", ""]
+no chat template       ["--prompt", "a", "--chat"]
+mesh axis X            ["--prompt", "a", "--mesh", "X=2"]
+unknown model          ["--prompt", "a", "--draft", "nowhere"]
+a shard cuts no block  ["--prompt", "a", "--weights", "fp8-128"]
+""",
+    globals(),
+)
 WEIGHTS = sum(p.nbytes for p in transformer.tree.leaves(params))
 TOKEN = 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4  # bytes of a token's cache
 

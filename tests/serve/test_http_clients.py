@@ -6,6 +6,7 @@ import json
 
 import pytest
 from http_server import CONFIG, PARAMS, chat, running
+from refused import named
 
 from scaling import serve
 from scaling.models.text import ByteText, write_bytes
@@ -30,13 +31,17 @@ ACCEPTED = {  # of VALUES, those with which a field is served
     "modalities": [["text"]], "response_format": [{"type": "text"}], "verbosity": ["medium"],
     "reasoning_effort": ["none"],
 } | dict.fromkeys(words.NO_EFFECT, VALUES)  # fmt: skip
-OF_PLAIN = {
-    "logprobs": [0, 1, 2],
-    "echo": [True, False],
-    "best_of": [1],
-    "suffix": [""],
-    "prompt": [*TEXTS, ["x"], [1, 2], ["text"]],
-}
+OF_PLAIN = named(
+    """
+field     values
+logprobs  [0, 1, 2]
+echo      [True, False]
+best_of   [1]
+suffix    [""]
+prompt    [*TEXTS, ["x"], [1, 2], ["text"]]
+""",
+    globals(),
+)
 MEANT = {  # what a value makes of a call, where it makes anything of it
     "stop": lambda call, value: call.requests[0].stops == ((value,) if isinstance(value, str) else tuple(value)),
     "temperature": lambda call, value: call.requests[0].draw.how == Sampling(value),

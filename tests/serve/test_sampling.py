@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from refused import read_table
 from running import functions
 
 from scaling.serve import Sampling
@@ -18,15 +19,22 @@ expected_tokens, residual, verify = (RULE[name] for name in ("expected_tokens", 
 EQUALS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -math.inf]], dtype=torch.float64)
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
 WARM = [math.exp(x / 2) for x in (1, 3, 2, 3)]
-KEPT = [  # (logits, how, each token's part of the distribution), at the edges; else `misuse.plain` has them
-    (EQUALS, Sampling(), [0, 1]),  # of equals the lower id
-    (EQUALS, Sampling(2.0, top_k=99), WARM),
-    (EQUALS, Sampling(1.0, top_k=2), [0, 1, 0, 1]),
-    (HALVES, Sampling(1.0, top_p=0.75), [2, 1]),
-    (HALVES, Sampling(1.0, top_p=0.76), [4, 2, 1]),
-    (HALVES, Sampling(1.0, min_p=0.5), [2, 1]),
-    (HALVES, Sampling(1.0, top_k=2, top_p=0.6), [1]),  # top_p of what top_k has left: 2/3, 1/3
-]
+# (logits, how, each token's part of the distribution), at the edges; else `misuse.plain` has them
+KEPT = read_table(
+    """
+logits  how                                each token's part
+# of equals the lower id
+EQUALS  Sampling()                         [0, 1]
+EQUALS  Sampling(2.0, top_k=99)            WARM
+EQUALS  Sampling(1.0, top_k=2)             [0, 1, 0, 1]
+HALVES  Sampling(1.0, top_p=0.75)          [2, 1]
+HALVES  Sampling(1.0, top_p=0.76)          [4, 2, 1]
+HALVES  Sampling(1.0, min_p=0.5)           [2, 1]
+# top_p of what top_k has left: 2/3, 1/3
+HALVES  Sampling(1.0, top_k=2, top_p=0.6)  [1]
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize(("logits", "how", "parts"), KEPT)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from machine import on_ranks
 from problems import close, drawn, on_one_device, pulled
+from refused import read_table
 from torch.func import jvp, linearize, vjp, vmap
 
 from scaling import tree
@@ -68,16 +69,22 @@ def on_mesh(mesh, form, axis, segments, **options):
 CAPPED = PACKED | {"cap": 0.8, "sinks": True}
 SIDES = {"causal": False, "window": 5, "scale": 0.7}
 USP = [("usp", "CY", heads, mask) for heads, mask in (("K=1", PLAIN), ("K=6", PACKED), ("G=2", CAPPED))]
-ON_4 = [
-    ("ring", "C", "K=1", PACKED | {"window": 14}),  # two hops
-    ("zigzag", "C", "G=2", PLAIN),
-    ("zigzag", "C", "K=1", PACKED),
-    ("gather", "C", "K=6", {"causal": False}),
-    ("ulysses", "C", "K=1", PACKED),
-    ("ulysses", "C", "K=6", SIDES),
-    ("zigzag", "C", "K=1", SIDES),
-    ("ring", "C", "N=K", {"scale": 200.0}),  # of scores of some thousands exp overflows
-]
+ON_4 = read_table(
+    """
+form       axis  heads  mask
+# two hops
+"ring"     "C"   "K=1"  PACKED | {"window": 14}
+"zigzag"   "C"   "G=2"  PLAIN
+"zigzag"   "C"   "K=1"  PACKED
+"gather"   "C"   "K=6"  {"causal": False}
+"ulysses"  "C"   "K=1"  PACKED
+"ulysses"  "C"   "K=6"  SIDES
+"zigzag"   "C"   "K=1"  SIDES
+# of scores of some thousands exp overflows
+"ring"     "C"   "N=K"  {"scale": 200.0}
+""",
+    globals(),
+)
 CASES = {
     "1": ({"C": 1}, [("ring", "C", "G=2", PACKED), ("zigzag", "C", "K=1", PLAIN), ("ulysses", "C", "N=K", SIDES)]),
     "2": ({"C": 2}, [(form, "C", "K=6", mask) for form in FORMS for mask in (PACKED, CAPPED)]),

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from problems import close
-from refused import read_table
+from refused import named, read_table
 
 from scaling import tree
 from scaling.configs import Config, Latent
@@ -133,12 +133,16 @@ def test_adapter_files_are_read_as_they_were_written(folder):
     close(again, own, 1e-300)
 
 
-WRONG = {
-    "peft_type='IA3'": {"peft_type": "IA3"},
-    "use_dora=True": {"use_dora": True},
-    "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
-    "is of shape (3, 16), not (4, 16)": {"r": 4},
-}
+WRONG = named(
+    """
+words                             change
+peft_type='IA3'                   {"peft_type": "IA3"}
+use_dora=True                     {"use_dora": True}
+modules_to_save=['lm_head']       {"modules_to_save": ["lm_head"]}
+is of shape (3, 16), not (4, 16)  {"r": 4}
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("said", WRONG)

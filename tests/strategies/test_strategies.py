@@ -12,7 +12,7 @@ import torch
 from array_types import meta
 from machine import on_ranks
 from problems import BLOCKS, SIZES, STRATEGIES, close, counts, one_device, pulled, specs, squares, stack, trained, whole
-from refused import named
+from refused import named, read_table
 from torch.func import vjp
 
 from scaling import optim, tree
@@ -156,12 +156,17 @@ fsdp_tp          ({(AG, "X"): 2, (AG, "Y"): 1, (RS, "Y"): 1}, {(AG, "X"): 2, (RS
     globals(),
 )
 BD, DF = 4 * B * D, 4 * D * F  # bytes of the activations and of one weight in float32
-BYTES = {  # Part 5, Takeaways (erratum E-5.1 for the backward of FSDP + TP), with 4 bytes an element instead of 2
-    "data_parallel": (0, 4 * DF),
-    "fsdp": (2 * DF, 4 * DF),
-    "tensor_parallel": (2 * BD, 2 * BD),
-    "fsdp_tp": (2 * BD // X + 2 * DF // Y, 2 * BD // X + 4 * DF // Y),
-}
+# Part 5, Takeaways (erratum E-5.1 for the backward of FSDP + TP), with 4 bytes an element instead of 2
+BYTES = named(
+    """
+strategy         forward, backward
+data_parallel    (0, 4 * DF)
+fsdp             (2 * DF, 4 * DF)
+tensor_parallel  (2 * BD, 2 * BD)
+fsdp_tp          (2 * BD // X + 2 * DF // Y, 2 * BD // X + 4 * DF // Y)
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -236,12 +241,17 @@ def test_nothing_in_a_layer_waits_that_need_not(strategy):
         grads = waited(reduce(*grads, mesh))
 
 
-FORMS = [  # the function, the types of its operands and result
-    (cm.gather_matmul, ["A[B_X, D_Y]", "W[D, F_Y]"], "Out[B_X, F_Y]"),
-    (cm.matmul_scatter, ["A[B_X, D_Y]", "W[D_Y, F]"], "Out[B_X, F_Y]"),
-    (cm.matmul_reduce, ["A[B_X, D_Y]", "W[D_Y, F]"], "Out[B_X, F]"),
-    (cm.mlp, ["In[B_X, D_Y]", "W_in[D, F_Y]", "W_out[F_Y, D]"], "Out[B_X, D_Y]"),
-]
+# the function, the types of its operands and result
+FORMS = read_table(
+    """
+function           types of its operands                              type of its result
+cm.gather_matmul   ["A[B_X, D_Y]", "W[D, F_Y]"]                       "Out[B_X, F_Y]"
+cm.matmul_scatter  ["A[B_X, D_Y]", "W[D_Y, F]"]                       "Out[B_X, F_Y]"
+cm.matmul_reduce   ["A[B_X, D_Y]", "W[D_Y, F]"]                       "Out[B_X, F]"
+cm.mlp             ["In[B_X, D_Y]", "W_in[D, F_Y]", "W_out[F_Y, D]"]  "Out[B_X, D_Y]"
+""",
+    globals(),
+)
 
 
 def dense(A, *weights):

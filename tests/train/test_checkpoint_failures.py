@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from machine import on_ranks
-from refused import refused
+from refused import named, refused
 from runs import load, save
 from torch.distributed.checkpoint import metadata as torch_metadata
 
@@ -88,19 +88,24 @@ def loading(specs=TYPES, **options):
 
 PARTIAL, ELSEWHERE = (TYPES | {"w": w} for w in ("w[D_X, F] {U_Y}", "w[D_Q, F]"))
 ALIKE, ALIKE_TYPES = ({"a": {"b": leaf}, "a.b": leaf} for leaf in (torch.ones(2), "b[D]"))
-REFUSED: dict = {  # what: the call, and words of its error
-    "loaded, of other dims": (partial(loading, TYPES | {"w": "w[D_X]"}), "was saved with shape [4, 6]"),
-    "loaded, a leaf less": (partial(loading, {"w": TYPES["w"]}), "holds b, which"),
-    "loaded, a leaf more": (partial(loading, TYPES | {"z": "z[D]"}), "has no z; it has b, w"),
-    "loaded, of other places": (partial(loading, places={"D": [0, 1]}), "shape [4, 6], but D is 2 here\n  fix:"),
-    "loaded, partial sums": (partial(loading, PARTIAL), "is unreduced"),
-    "partial sums": (partial(saving, specs=PARTIAL), "is unreduced"),
-    "a type more": (partial(saving, specs=TYPES | {"z": "z[D]"}), 'state["z"]: the specs have a type there'),
-    "a type of other dims": (partial(saving, specs=TYPES | {"w": "w[D_X]"}), "have the dims of their types"),
-    "saved, of other axes": (partial(saving, specs=ELSEWHERE), "unknown mesh axis Q"),
-    "loaded, of other axes": (partial(loading, ELSEWHERE), "unknown mesh axis Q"),
-    "two leaves of one name": (partial(saving, state=STATE | ALIKE, specs=TYPES | ALIKE_TYPES), "have one name"),
-}
+# what: the call, and words of its error
+REFUSED: dict = named(
+    r"""
+what                     call, words of its error
+loaded, of other dims    (partial(loading, TYPES | {"w": "w[D_X]"}), "was saved with shape [4, 6]")
+loaded, a leaf less      (partial(loading, {"w": TYPES["w"]}), "holds b, which")
+loaded, a leaf more      (partial(loading, TYPES | {"z": "z[D]"}), "has no z; it has b, w")
+loaded, of other places  (partial(loading, places={"D": [0, 1]}), "shape [4, 6], but D is 2 here\n  fix:")
+loaded, partial sums     (partial(loading, PARTIAL), "is unreduced")
+partial sums             (partial(saving, specs=PARTIAL), "is unreduced")
+a type more              (partial(saving, specs=TYPES | {"z": "z[D]"}), 'state["z"]: the specs have a type there')
+a type of other dims     (partial(saving, specs=TYPES | {"w": "w[D_X]"}), "have the dims of their types")
+saved, of other axes     (partial(saving, specs=ELSEWHERE), "unknown mesh axis Q")
+loaded, of other axes    (partial(loading, ELSEWHERE), "unknown mesh axis Q")
+two leaves of one name   (partial(saving, state=STATE | ALIKE, specs=TYPES | ALIKE_TYPES), "have one name")
+""",
+    globals(),
+)
 for changed, words in [
     ({"k": (1, 2)}, "they stand in nested dicts"), ({"k": ["a"]}, "they stand in nested dicts"),
     ({'a"b': 1}, "under names without quotes"), ({"k": b"a"}, "not bytes"), ({"w": STATE["w"][0]}, "leaves are dense"),
