@@ -33,7 +33,8 @@ SEEDS = 2**63 - 1  # the greatest seed
 WIDEST, NARROWEST = 100, 60  # columns
 BINARY = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}  # a batch has sequences of 2^n tokens
 DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-LARGEST, LARGEST_COUNT = 10**9, 1e20  # the largest whole number that is read, and the largest count such as 4M
+LARGEST, HIGHEST = 10**9, 1e30  # the largest whole number and the largest number that options take by default
+LARGEST_COUNT = 1e20  # the largest count such as 4M
 WORD = 150  # characters of the longest word that an error quotes whole, as a path is
 PROFILE = "profile what the ranks run, and write it: to FILE.json or into a folder"
 
@@ -134,7 +135,7 @@ def integer(least: int = 0, most: int = LARGEST) -> Callable[[str], int]:
     return read
 
 
-def number(least: float = 0.0, most: float = 1e30, kind: Callable = float) -> Callable:
+def number(least: float = 0.0, most: float = HIGHEST, kind: Callable = float) -> Callable:
     """Return a type for argparse: a number from `least` to `most`, as a float or, say, a Fraction."""
 
     def read(text: str):
@@ -143,7 +144,9 @@ def number(least: float = 0.0, most: float = 1e30, kind: Callable = float) -> Ca
         except (ValueError, ZeroDivisionError, OverflowError):
             value = None
         if value is None:
-            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a number from {least:g} to {most:g}")
+            low = "above 0" if 0 < least < 1e-3 else f"of at least {least:g}"
+            bounds = f"from {least:g} to {most:g}" if most != HIGHEST else low
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a number {bounds}")
         return value
 
     return read

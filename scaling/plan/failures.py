@@ -143,12 +143,12 @@ def _time(seconds: float) -> str:
 def failure_lines(job: Failures, days: float | None = None) -> list[str]:
     """Return the lines that `plan --failures` prints."""
     mtbf, interval, youngs = (_time(seconds) for seconds in (job.mtbf, job.interval, young(job.save, job.mtbf)))
+    save = _time(job.save) if job.save >= 1000 else f"{job.save:.3g} s"
     costs = ", ".join(f"{name} {share:.1%}" for name, share in job.costs.items())
     found = [
         "Failures (--mtbf, --restart and --save say otherwise):",
         f"  one every {mtbf} on {job.chips:,} chips, as one chip fails every {job.mtbf * job.chips / HOUR:,.0f} hours",
-        f"  save every {interval} (Daly; Young {youngs}), "
-        f"{job.save:,.3g} s each; a restart takes {job.restart / 60:,.3g} minutes",
+        f"  save every {interval} (Daly; Young {youngs}), {save} each; a restart takes {job.restart / 60:,.3g} minutes",
         f"  goodput {job.goodput:.1%}: {costs}",
         f"  {job.spares:,} spare hosts are enough for 99% of the time, if each failure takes its host away for a day",
     ]

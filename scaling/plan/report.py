@@ -178,7 +178,9 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
     if not best.fits:
         return folded([*lines, *misses(found, memory_line(found[0]))])
     lines += [
-        f"Best of {found.fitting:,} meshes that fit: {best.name}",
+        f"Best of {found.fitting:,} meshes that fit: {best.name}"
+        if found.fitting > 1
+        else f"One mesh fits: {best.name}",
         f"  {best.layout.meaning(best.job.shards)}",
         f"  {best.layout.recipe}",
         axis_table(best),

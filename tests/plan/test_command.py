@@ -92,7 +92,7 @@ SAID = [  # arguments, exit status, what is said among other things
     ("guide --model llama3-8b --gpu v5p", 2, ["--model llama3-8b --chip v5p --chips 1"]),
     (f"{SERVE} --chips 16 --pareto", 0,
      ["Take: ", "4x4, 16 chips", "no wraparound", "KV cache int8", "Binds: ", "prefill servers", "Others, as forecast:",
-      "What would change it:", "Latency against throughput, as forecast (balanced:", "with weights alone"]),
+      "What would change the most tokens", "Latency against throughput, as forecast (balanced:", "with weights alone"]),
     (LOAD, 0, ["Simulated as forecast: 8 requests, 4 a second, interleaved on one slice"]),
     (f"{LOAD} --rate 400", 0, ["of it would serve 400"]),
     (f"{SERVE} --latency 1", 1, ["nothing is fast enough: the fastest step is"]),

@@ -286,28 +286,30 @@ def best_batch(one: ServingPlan) -> ServingPlan | None:
 
     If the cache's batch is split, only multiples of its groups count.
     """
-    multiple = one.groups
+    s, multiple = one.service, one.groups
 
     def at(count: int) -> ServingPlan:
         return replace(one, batch=count * multiple)
 
-    def last(holds) -> int:
-        """Return the largest count for which `holds` is true, or 0. It must be true for all smaller counts."""
-        low, high = 0, 1
-        while holds(high):
-            low, high = high, 2 * high
+    def last(holds, most: int) -> int:
+        """Return the largest count up to `most` for which `holds` is true, or 0. It must be true for smaller ones."""
+        low, high = 0, most + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if holds(middle) else (low, middle)
         return low
 
-    most = last(lambda count: at(count).fits and at(count).in_time)
-    if most == 0:
+    room = s.headroom * one.chips * one.chip.need("hbm_bytes") - one.load.weights
+    most = max(0, math.floor(room / (one.copies * one.load.kv(s.seen) * multiple)) + 1)  # one more, as numbers round
+    most -= most > 0 and not at(most).fits
+    if s.latency or s.ttft or s.tpot:
+        most = last(lambda count: at(count).in_time, most)
+    if most == 0 or not at(most).fits:
         return None
     enough = AS_MUCH * at(most).tokens_per_second
     if most == 1 or at(most - 1).tokens_per_second < enough:
         return at(most)
-    return at(1 + last(lambda count: at(count).tokens_per_second < enough))
+    return at(1 + last(lambda count: at(count).tokens_per_second < enough, most))
 
 
 def _key(served: ServingPlan, objective: str) -> tuple:

@@ -95,7 +95,7 @@ def service(args) -> Service:
             f"--context {args.context} is not --prompt {args.prompt} + --output {args.output}"
             "\n  fix: leave one of the three out"
         )
-    context = args.context or total or CONTEXT
+    context = args.context or total or max(CONTEXT, 2 * args.output)
     latency, ttft, tpot = (most and most / 1e3 for most in (args.latency, args.ttft, args.tpot))
     return Service(
         get(args.model), context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu,
@@ -170,9 +170,9 @@ def main(arguments: list[str]) -> int:
         why = nothing(asked, hardware, fixed)
         print(json.dumps({"error": why}), file=sys.stderr) if args.json else complain(f"no plan: {why}")
         return 1
-    served = None
+    served, best = None, report.recommended(found, args.objective, args.batch)
     if args.rate:
-        served = traces.under_load(found[0], rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
+        served = traces.under_load(best, rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
     if args.json:
         out = {
             "model": asked.config.name,
@@ -181,8 +181,8 @@ def main(arguments: list[str]) -> int:
             "context": asked.context,
             "output": asked.generated,
         }
-        out |= {"weights": asked.weights, "kv": asked.kv, "compute": asked.compute, "best": report.as_dict(found[0])}
-        out["others"] = [report.as_dict(one) for one in report.distinct(found, args.top + 1)[1:]]
+        out |= {"weights": asked.weights, "kv": asked.kv, "compute": asked.compute, "best": report.as_dict(best)}
+        out["others"] = [report.as_dict(one) for one in report.others_than(best, found, args.top)]
         out |= {"goals": [report.goal_dict(one) for one in goals]} if goals else {}
         out |= {"waiting": waiting - found[0].batch} if waiting else {}
         out["tradeoff"] = {name: report.as_dict(one) for name, one in report.tradeoff(found).items()}
@@ -193,11 +193,11 @@ def main(arguments: list[str]) -> int:
     if waiting:
         print(f"Of {waiting:,} requests {found[0].batch:,} fit at once in each replica; the others wait.\n")
     if not args.context and not args.prompt:
-        print(f"Counted with {CONTEXT:,} tokens a sequence; give --context, or --prompt and --output.\n")
+        print(f"Counted with {asked.context:,} tokens a sequence; give --context, or --prompt and --output.\n")
     print(report.goals_text(goals) + report.text(found, args.objective, args.top, args.price, **fixed))
     if args.pareto:
         price = args.price or hardware.price
         print("\nLatency against throughput, as forecast:\n" + report.plan_table(report.front(found), price))
     if served:
-        print("\n" + traces.text(found[0], served, args.rate, args.policy))
+        print("\n" + traces.text(best, served, args.rate, args.policy))
     return 0

@@ -27,7 +27,7 @@ def gain(ratio: float) -> str:
 
 def named_slices(one: ServingPlan) -> str:
     """Return the slice of a plan, with the number of its replicas."""
-    return f"{one.replicas} x {slice_name(one.shape)}" if one.replicas > 1 else slice_name(one.shape)
+    return f"{one.replicas:,} x {slice_name(one.shape)}" if one.replicas > 1 else slice_name(one.shape)
 
 
 def asked(service: Service, chip) -> str:
@@ -154,9 +154,22 @@ def distinct(found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
     return list(kept.values())[:most]
 
 
+def recommended(found: Sequence[ServingPlan], objective: str, batch: int | None) -> ServingPlan:
+    """Return the plan to take: the balanced one where neither a limit of time nor a batch is given, else the first."""
+    s = found[0].service
+    free = objective == "throughput" and not (s.latency or s.ttft or s.tpot or batch)
+    return tradeoff(found)["balanced"] if free else found[0]
+
+
+def others_than(best: ServingPlan, found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
+    """Return the best plans of other slices or forms than `best`."""
+    kept = distinct(found, most + 1)
+    return [one for one in kept if (one.shape, one.form) != (best.shape, best.form)][:most]
+
+
 def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | None, **fixed) -> str:
     """Return the report."""
-    best = found[0]
+    best = recommended(found, objective, fixed.get("batch"))
     used = best.chips * best.replicas
     s, step, hbm, gpu = best.service, best.step, best.chip.need("hbm_bytes"), best.chip.kind == "gpu"
     parts = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
@@ -165,19 +178,18 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     place = "" if gpu and best.replicas == 1 else f"{named_slices(best)}, "
     spent = ", ".join(f"{name} {ms(part)}" for name, part in likely.parts.items() if part)
     lines = [asked(s, best.chip), *counted_without(s.config), ""]
-    if objective == "throughput" and not (s.latency or s.ttft or s.tpot or fixed.get("batch")):
+    if best is not found[0]:
         lines += ["Latency against throughput, as forecast (balanced: the fastest at half of the most tokens/s):"]
         names: dict[ServingPlan, list[str]] = {}
         for name, one in tradeoff(found).items():
             names.setdefault(one, []).append(name)
         lines += [
             plan_table([*names], dollars, [", ".join(some) for some in names.values()]),
-            "--tpot and --ttft set limits, in ms.",
+            "--tpot and --ttft set limits, in ms. What follows describes the balanced plan.",
             "",
-            "The most tokens/s by the bound:",
         ]
     lines += [
-        f"Take:       {place}{used} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
+        f"Take:       {place}{used:,} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
         f"{_mesh(best)}; batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
@@ -199,13 +211,14 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"{best.prefill_servers:.3g} prefill servers for each that generates {s.generated:,} tokens a request",
         *(f"Note:       {note}." for note in notes(best)),
     ]
-    if others := distinct(found, top + 1)[1:]:
+    if others := others_than(best, found, top):
         lines += ["", "Others, as forecast:", plan_table(others, dollars)]
-    if changed := _changes(best, objective, **fixed):
-        lines += ["", "What would change it:"]
+    if changed := _changes(found[0], objective, **fixed):
+        most = f"the most tokens/s by the bound, {found[0].per_chip:,.1f} a chip" if best is not found[0] else "it"
+        lines += ["", f"What would change {most}:"]
         lines += [
             f"  {what}: {named_slices(one)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
-            f"{one.per_chip:,.1f} tokens/s a chip ({gain(one.per_chip / best.per_chip)})" for what, one in changed
+            f"{one.per_chip:,.1f} tokens/s a chip ({gain(one.per_chip / found[0].per_chip)})" for what, one in changed
         ]  # fmt: skip
     return folded(lines)
 
