@@ -48,23 +48,14 @@ def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, time
             f"dualpipev: the published bubble is met where F = B >= W, not with F={f}, B={b}, W={w}"
             "\n  fix: use scaling.schedules.simulator.simulate for these times"
         )
-    both = f + b + w if times.overlapped is None else Fraction(times.overlapped)
-    return others * (both + (b + w) - 3 * w) / chunks
+    return others * ((f + b + w) + (b + w) - 3 * w) / chunks
 
 
 def bubble(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
     """Return the fraction of the makespan for which ranks are idle.
 
     It is (P-1)/(M+P-1) for gpipe and 1f1b, and (P-1)/(vM+P-1) for interleaved.
-
-    Raises:
-        ValueError: `times.overlapped` is given; a ForwardBackward must not save time.
     """
-    if times.overlapped is not None:
-        raise ValueError(
-            "the idle fraction of overlapped pairs differs from rank to rank: simulate instead"
-            "\n  fix: use scaling.schedules.simulator.simulate"
-        )
     idle = bubble_time(name, stages, microbatches, chunks, times)
     work = Fraction(times.forward) + Fraction(times.backward_input) + Fraction(times.backward_weight)
     return idle / (idle + microbatches * work)

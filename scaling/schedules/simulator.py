@@ -23,7 +23,6 @@ from scaling.schedules.schedule import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    ForwardBackward,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
@@ -119,21 +118,19 @@ class Timeline:
 class Times:
     """The times that one microbatch takes on one rank, over all of the rank's layers, in any one unit.
 
-    One of several chunks takes 1/chunks of the time. A whole Backward takes the sum of its two halves. `hop` is the
-    time of a transfer to another rank, and `overlapped` that of a ForwardBackward, by default the sum of its parts.
+    One of several chunks takes 1/chunks of the time. A whole Backward takes the sum of its two halves, a
+    ForwardBackward that of its parts. `hop` is the time of a transfer to another rank.
     """
 
     forward: Time = 1
     backward_input: Time = 1
     backward_weight: Time = 1
     hop: Time = 0
-    overlapped: Time | None = None
 
     def per_chunk(self, chunks: int) -> dict[type, Fraction]:
         """Return the time of each computation on one chunk."""
         f, b, w = (Fraction(time) / chunks for time in (self.forward, self.backward_input, self.backward_weight))
-        both = f + b + w if self.overlapped is None else Fraction(self.overlapped) / chunks
-        return {Forward: f, Backward: b + w, BackwardInput: b, BackwardWeight: w, ForwardBackward: both}
+        return {Forward: f, Backward: b + w, BackwardInput: b, BackwardWeight: w}
 
 
 UNIT = Times()
@@ -143,12 +140,11 @@ class Deadlock(RuntimeError):
     """An error because no rank can go on; the message names the instruction at which each rank waits."""
 
 
-def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = False) -> Timeline:
+def simulate(schedule: Schedule, times: Times = UNIT) -> Timeline:
     """Return the timeline of a schedule in which each rank runs its own program in order.
 
     A Send takes no time, and its tensor arrives `hop` later; a Recv waits for that. Between two ranks, tensors of one
-    kind arrive in the order in which they were sent. With `blocking_sends`, a Send waits until the receiver is at the
-    matching Recv, as an unbuffered, synchronous send does.
+    kind arrive in the order in which they were sent.
 
     Raises:
         Deadlock: The ranks wait for each other, or for a tensor that is never sent.
@@ -173,10 +169,6 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
             return False
         start = clock[rank]
         if isinstance(step, SENDS):
-            if blocking_sends and waits_at(step.peer) != RECV_OF[type(step)](step.stage, step.microbatch, rank):
-                return False
-            if blocking_sends:
-                clock[rank] = start = max(start, clock[step.peer])
             channels.setdefault((rank, step.peer, RECV_OF[type(step)]), deque()).append((step, start + hop))
         elif isinstance(step, RECVS):
             queue = channels.get((step.peer, rank, type(step)))
@@ -186,8 +178,8 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
             if (sent.stage, sent.microbatch) != (step.stage, step.microbatch):
                 raise ValueError(f"{schedule.name}: rank {rank} expects {step}, but rank {step.peer} sends {sent}")
             clock[rank] = max(start, arrival)
-        elif type(step) in cost:
-            clock[rank] = start + cost[type(step)]
+        else:
+            clock[rank] = start + sum(cost.get(type(part), 0) for part in parts(step))
         for part in parts(step):
             if missing := [array for array in needs(part, schedule) if (rank, *array) not in have]:
                 raise ValueError(
@@ -200,10 +192,9 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
                     f"{schedule.name}: rank {rank} runs {part}, whose result it has already\n  fix: run each step once"
                 )
             have.update(made)
-        whole, total = clock[rank] - start, sum(cost.get(type(part), 0) for part in parts(step))
-        for part in parts(step):  # the parts of a ForwardBackward share its time in proportion
-            share = whole * cost[type(part)] / total if total else whole
-            spans.append(Span(rank, part, start, start := start + share))
+        waited = clock[rank] - start
+        for part in parts(step):
+            spans.append(Span(rank, part, start, start := start + cost.get(type(part), waited)))
         position[rank] += 1
         return True
 

@@ -59,11 +59,10 @@ def test_every_microbatch_passes_every_stage_once(name, stages, microbatches, ch
         assert all(step.forward.stage != step.backward.stage for step in both)
 
 
-def test_one_chunk_overlap_and_hops_by_hand():
+def test_one_chunk_and_hops_by_hand():
     assert make("interleaved", 4, 8, 1).programs == make("1f1b", 4, 8).programs
-    times = Times(overlapped=Fraction(5, 2))  # what DualPipe overlaps may take less
-    idle = simulate(make("dualpipev", 4, 16), times).idle(3)
-    assert idle == bubbles.bubble_time("dualpipev", 4, 16, 2, times) == Fraction(9, 4)
+    idle = simulate(make("dualpipev", 4, 16)).idle(3)
+    assert idle == bubbles.bubble_time("dualpipev", 4, 16, 2) == 3
     slow = simulate(make("gpipe", 4, 8), Times(hop=1))  # hops delay, but do not change the order
     assert slow.makespan == simulate(make("gpipe", 4, 8)).makespan + 2 * 3  # three hops forward, three back
 
@@ -86,10 +85,6 @@ def test_split_backward(name, collect):
 
 
 def test_deadlock_is_found_and_named():
-    with pytest.raises(Deadlock, match=r"rank 3: SendGrad\(stage=3, microbatch=0, peer=2\)"):
-        simulate(make("1f1b", 4, 8), blocking_sends=True)
-    simulate(make("gpipe", 4, 8), blocking_sends=True)  # forwards and backwards never cross
-
     good = make("1f1b", 2, 4)
     first, last = good.programs
     late = sorted(last, key=lambda step: isinstance(step, Forward | schedules.RecvActivation))  # backwards first
@@ -119,7 +114,6 @@ schedules.dualpipe_v(2, 4, 3)                              2 chunks
 bubbles.bubble_time('zb-h1', 2, 4, 1, Times(1, 1, 2))      W <= F
 bubbles.bubble_time('dualpipev', 2, 4, 2, Times(1, 2, 1))  F = B >= W
 bubbles.bubble_time('gpipe', 2, 4, 1, Times(hop=1))        no time for transfers
-bubbles.bubble('dualpipev', 2, 4, 2, Times(overlapped=2))  differs from rank to rank
 split_backward(make('dualpipev', 2, 4))                    is not split
 split_backward(make('1f1b', 4, 8), 0)                      collect = 0
 """)
