@@ -90,13 +90,10 @@ page.check("a perfect draft: k + 1 tokens a pass", rows[1][1] == 1 + -(-(new - 1
 # How can sampled tokens be checked? A token x, drawn from q, is accepted with probability min(1, p(x)/q(x)). If it is
 # rejected, a token is drawn from max(p - q, 0), rescaled. Accepted tokens have the probabilities min(p, q), and the
 # redrawn ones make up the rest of p. The book calls the rule inspired by Metropolis and Hastings, but it needs no
-# Markov chain. The table has the rule's exact distribution, and that of two known wrong rules; `off by` is half the sum
-# of the absolute differences from p. All randomness is given to `verify` as uniform numbers, so `outcome` finds the
-# exact distribution without drawing: it cuts the range of each uniform number into pieces in which the rule gives the
-# same token, and adds up their lengths. The rule holds for whatever q the draft has, if q is the distribution that x
-# was really drawn from, after temperature and filters (Leviathan et al. 2022, arxiv.org/abs/2211.17192; Chen et al.
-# 2023, arxiv.org/abs/2302.01318). `scaling.generate` is stricter: it accepts only the token that it would have drawn
-# itself with its seed, so no draft changes its tokens.
+# Markov chain. It holds for whatever q the draft has, if q is the distribution that x was really drawn from, after
+# temperature and filters (Leviathan et al. 2022, arxiv.org/abs/2211.17192; Chen et al. 2023, arxiv.org/abs/2302.01318).
+# `scaling.generate` is stricter: it accepts only the token that it would have drawn itself with its seed, so no draft
+# changes its tokens.
 
 
 # %%
@@ -126,6 +123,13 @@ def verify(p: Tensor, q: Tensor, proposed: Tensor, keep: Tensor, again: Tensor) 
     places = torch.arange(k + 1, device=p.device)
     tokens = torch.cat([proposed, proposed[:, :1]], 1)
     return torch.where(places < count[:, None], tokens, drawn), count + 1
+
+
+# %% [markdown]
+# The table has the rule's exact distribution, and that of two known wrong rules; `off by` is half the sum of the
+# absolute differences from p. All randomness is given to `verify` as uniform numbers, so `outcome` finds the exact
+# distribution without drawing: it cuts the range of each uniform number into pieces in which the rule gives the same
+# token, and adds up their lengths.
 
 
 # %%

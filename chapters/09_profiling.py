@@ -11,9 +11,12 @@ profile by formula, predicts and measures the same block on ranks, and finds a s
 
 # %%
 import math
+import re
 import time
+from collections import Counter
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from scaling.book import hlo
 from scaling.book.answers import Answer
@@ -21,6 +24,7 @@ from scaling.book.layout import beside, width
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.common.console import integer
+from scaling.common.torch_private import TorchDispatchMode, aot_graphs, inductor_code
 from scaling.hardware import Chip, Measured, chip, load_chip
 from scaling.measure import rates
 from scaling.models.pointwise import act
@@ -53,7 +57,50 @@ except ValueError as error:
 # The book's program multiplies float32 by bfloat16. JAX writes it as StableHLO, which the compiler XLA turns into HLO,
 # then LLO and machine code: each of these languages is nearer to the machine. Torch has such stages, too: operations
 # that run one at a time, a graph of them, two graphs for a forward and a backward pass, and code. Most operations that
-# torch adds are layouts: `permute` and `view` change how a product sees its operands, and move nothing.
+# torch adds are layouts: `permute` and `view` change how a product sees its operands, and move nothing. A dispatch mode
+# sees the operations one by one, `make_fx` and AOTAutograd make the graphs, and inductor writes the code.
+
+
+# %%
+eager: list[str] = []
+
+
+class Dispatched(TorchDispatchMode):
+    """Adds the names of the operations that run to `eager`."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        eager.append(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+KINDS = dict.fromkeys(("view", "permute", "unsqueeze", "squeeze", "transpose"), "layout")
+KINDS |= {"bmm": "product", "mm": "product", "placeholder": "input"}
+
+
+def operation(node) -> str:
+    return node.target.__name__.partition(".")[0] if node.op == "call_function" else node.op
+
+
+def kinds(graph) -> list[tuple[str, int]]:
+    """Return the number of inputs, products, changes of layout and pointwise operations."""
+    return sorted(Counter(KINDS.get(operation(n), "pointwise") for n in graph.nodes if n.op != "output").items())
+
+
+def listing(graph) -> str:
+    """Return a graph as XLA writes its own, an operation a line: `%bmm = f32[1,16,128] bmm(%view, %view_1)`."""
+    lines, short = [], {torch.float32: "f32", torch.bfloat16: "bf16"}
+    for node in graph.nodes:
+        operands = ", ".join(f"%{x.name}" if isinstance(x, torch.fx.Node) else str(x) for x in node.args)
+        if node.op == "output":
+            lines.append(f"return {', '.join(f'%{x.name}' for x in node.all_input_nodes)}")
+        else:
+            x, name = node.meta["val"], operation(node).replace("placeholder", "parameter")
+            lines.append(f"%{node.name} = {short[x.dtype]}[{','.join(map(str, x.shape))}] {name}({operands})")
+    return "\n".join(lines)
+
+
+# %% [markdown]
+# Inductor takes long, so the code below is what it wrote once; with `--compile 1` it writes again.
 
 
 # %%
@@ -61,23 +108,35 @@ def multiply(x, y):
     return torch.einsum("bf,fd->db", x, y.to(x.dtype))
 
 
+STORED = """# cpp_fused__to_copy_0
+for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(4096L); x0+=static_cast<int64_t>(32L))
+    auto tmp0 = at::vec::Vectorized<at::BFloat16>::loadu(in_ptr0 + static_cast<int64_t>(x0), static_cast<int64_t>(32));
+    auto tmp1 = at::vec::convert<float,2,at::BFloat16,1>(tmp0);
+# call
+extern_kernels.bmm(reinterpret_tensor(buf0, (1, 16, 256), (0, 1, 16), 0),
+    reinterpret_tensor(arg1_1, (1, 256, 128), (256, 1, 256), 0), out=buf1)"""
+
+SHOWN = re.compile(r"^cpp_fused.* = |for\(|auto tmp|bmm\(")  # lines of a loop or a product
 operands = torch.ones(128, 256), torch.ones(256, 16, dtype=torch.bfloat16)
-eager, graph = hlo.dispatched(multiply, *operands), hlo.graph(multiply, *operands)
+with Dispatched():
+    multiply(*operands)
+graph = make_fx(multiply, tracing_mode="fake")(*operands).graph
 page.title("1. Eager: what runs, in order")
 page.say(" ".join(eager))
 page.title("2. The same as a graph (make_fx)")
-page.say(hlo.listing(graph))
-found = hlo.kinds(graph)
-page.say("\nnodes: " + ", ".join(f"{n} {kind}" for kind, n in sorted(found.items())))
+page.say(listing(graph))
+found = dict(kinds(graph))
+page.say("\nnodes: " + ", ".join(f"{n} {kind}" for kind, n in found.items()))
 page.check("the graph has what eager ran", sum(found.values()) - found["input"] == len(eager))
 if not page.small:
     page.title("3. A forward and a backward graph (AOTAutograd): the view that is saved goes from one to the other")
-    for name, each in zip(("forward", "backward"), hlo.joint(multiply, *operands), strict=True):
-        page.say(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(hlo.kinds(each).items())))
-        page.say(hlo.listing(each).splitlines()[-1])
+    both = aot_graphs(multiply, operands[0].clone().requires_grad_(), operands[1])
+    for name, each in zip(("forward", "backward"), both, strict=True):
+        page.say(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in kinds(each)))
+        page.say(listing(each).splitlines()[-1])
 page.title("4. Code (inductor): the conversion is a fused loop, the layouts are views, the product is a library's")
-code = hlo.generated(multiply, *operands) if page.args.compile else hlo.STORED.read_text()
-page.say("\n".join(line for line in code.splitlines() if any(w in line for w in ("# ", "for(", "auto tmp", "bmm("))))
+code = inductor_code(multiply, *operands).splitlines() if page.args.compile else ()
+page.say("\n".join(filter(SHOWN.search, code)) or STORED)
 page.answers([
     Answer("FLOPs of the program: 2 x 128 x 256 x 16", "",
            2 * operands[0].numel() * operands[1].shape[1] / 1e6, "MFLOP", "one product"),
