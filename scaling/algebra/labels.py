@@ -5,6 +5,7 @@ for. Some functions only view their operand or reduce over its dims. For these, 
 without data whose dims can be told apart, by their strides or by their sizes. This module does not import torch.
 """
 
+import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -108,10 +109,15 @@ def matmul_op(a: Sizes, b: Sizes) -> LabelledOp:
     return LabelledOp("matmul", (tuple(left), tuple(right)), tuple(batch + rows + columns))
 
 
+def strides_in_order(shape: Sequence[int]) -> Sizes:
+    """Return the strides of a contiguous array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
 def _reduced(name: str, labels: Labels, probe: Probe, whole: bool) -> LabelledOp:
     """Return the labels of a reduction; a reduced dim that stays in the result, with size 1, gets a new label."""
-    sizes = range(2, len(labels) + 2)
-    left = probe((*sizes,))
+    sizes = tuple(range(2, len(labels) + 2))
+    left = probe(sizes, strides_in_order(sizes))
     left = tuple((left if hasattr(left, "shape") else left[0]).shape)
     dims = [i for i, size in enumerate(sizes) if size not in left]
     kept = len(left) == len(labels)

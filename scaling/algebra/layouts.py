@@ -125,9 +125,9 @@ def letters(n: int, start: int = 8) -> Axes:
     return tuple(string.ascii_uppercase[(start + i) % 26] for i in range(n))
 
 
-def spec_of(at: DimAxes, name: str = "") -> Spec:
+def spec_of(at: DimAxes) -> Spec:
     """Return the type of a layout, with dims named I, J, ..."""
-    return retyped(unsplit_spec(name, letters(len(at.dims))), at)
+    return retyped(unsplit_spec("", letters(len(at.dims))), at)
 
 
 def setting(specs, mesh=None, partial=(), cost=None) -> Setting:

@@ -116,9 +116,9 @@ def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
 Bring = Callable[[Spec, Spec], tuple[Step, ...]]  # the steps from one type of an array to another
 
 
-def resharder(sizes, mesh, cost=None) -> Bring:
+def resharder(sizes, mesh) -> Bring:
     """Return a function that plans the cheapest steps from one type of an array to another."""
-    return lambda src, dst: reshard(src, dst, sizes and {d: sizes[d] for d in src.dim_names}, mesh, cost).steps
+    return lambda src, dst: reshard(src, dst, sizes and {d: sizes[d] for d in src.dim_names}, mesh).steps
 
 
 def _multiplied(

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from scaling.book.arrays import empty
 from scaling.book.listing import both_passes
-from scaling.check.contracts import documented
+from scaling.check.contracts import typed_arguments
 from scaling.common.console import Parser, complaining, picture
 from scaling.mesh import AbstractMesh
 from scaling.show import svg
@@ -46,18 +47,13 @@ def frames_of_strategy(strategy, mesh) -> dict[str, list[LineFrame]]:
     }
 
 
-def frames_of_function(fn, types: Mapping[str, Spec], mesh) -> list[LineFrame]:
-    """Return the frames of a function whose arguments, by name, have these types."""
-    sizes = dict.fromkeys((dim for spec in types.values() for dim in spec.dim_names), SPLIT * mesh.size())
-    given = {name: torch.zeros(spec.local_shape(sizes, mesh), device="meta") for name, spec in types.items()}
+def frames_of_function(fn, types: "Mapping[str, Spec | None]", mesh) -> list[LineFrame]:
+    """Return the frames of a function whose arguments, by name, have these types; None is the mesh."""
+    specs = [spec for spec in types.values() if spec]
+    sizes = {dim: SPLIT * mesh.size() for spec in specs for dim in spec.dim_names}
     with trace() as log:
-        fn(**{name: mesh if name == "mesh" else given[name] for name in _needed(fn)})
-    return frames_of(log.events, types.values())
-
-
-def _needed(fn) -> list[str]:
-    """Return the names of a function's arguments that have no default."""
-    return [name for name, each in inspect.signature(fn).parameters.items() if each.default is each.empty]
+        fn(**{name: empty(spec, sizes, mesh, torch.float32) if spec else mesh for name, spec in types.items()})
+    return frames_of(log.events, specs)
 
 
 def listings(path: "str | Path", mesh) -> dict[str, list[LineFrame]]:
@@ -82,8 +78,7 @@ def listings(path: "str | Path", mesh) -> dict[str, list[LineFrame]]:
             return frames_of_strategy(own, mesh)
     found = {}
     for fn in [fn for fn in vars(module).values() if inspect.isfunction(fn) and fn.__module__ == "listing"]:
-        types = documented(fn.__doc__ or "").given
-        if types and {*_needed(fn)} <= {"mesh", *types}:
+        if types := typed_arguments(fn):
             with _running(f"{path}: {fn.__name__}"):
                 found[fn.__name__] = frames_of_function(fn, types, mesh)
     if not found:

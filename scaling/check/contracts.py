@@ -69,6 +69,14 @@ def documented(text: str) -> Documented:
     return Documented({spec.name: spec for spec in types}, made)
 
 
+def typed_arguments(fn: Callable) -> "dict[str, Spec | None]":
+    """Return the types of the arguments without defaults, None for a mesh; {} if the docstring lacks one of them."""
+    types, every = documented(fn.__doc__ or "").given, inspect.signature(fn).parameters.values()
+    needed = [p.name for p in every if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    typed = types and all(name in types or name == "mesh" for name in needed)
+    return {name: types.get(name) for name in needed} if typed else {}
+
+
 def with_types_told(fn: Callable) -> Callable:
     """Wrap fn so that its arguments and results are compared with its docstring's types while the judge watches."""
     types, results, _ = documented(fn.__doc__ or "")

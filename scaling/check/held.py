@@ -163,11 +163,6 @@ def written_dim(was: Dim, now: Dim) -> Dim:
     return was if len(was) > 1 and {*(axes_along(was) or ())} == {*(axes_along(now) or ())} else now
 
 
-def strides_in_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous array."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
 @lru_cache(KEPT)
 def pieces_of(shape: Sequence[int], strides: Sequence[int], dims: tuple[Dim, ...]) -> Pieces:
     """Return the memory of an array with these dims."""

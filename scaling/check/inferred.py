@@ -66,8 +66,7 @@ def _inferred(
         filled: Any = optree.tree_unflatten(structure, rest)
         return func(*filled[0], **filled[1])
 
-    def probe(shape: Sizes, strides: "Sizes | None" = None) -> Any:
-        strides = torch.empty(shape, device="meta").stride() if strides is None else strides
+    def probe(shape: Sizes, strides: Sizes) -> Any:
         first = torch.empty_strided(shape, strides, dtype=arrays[0].dtype, device="meta")
         return run([first, *(x.tensor() for x in arrays[1:])])
 

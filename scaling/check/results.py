@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.algebra.labels import ALONG, argument, labelled
+from scaling.algebra.labels import ALONG, argument, labelled, strides_in_order
 from scaling.algebra.law import Illegal, LabelledOp, Sizes
 from scaling.algebra.layouts import DimAxes
 from scaling.algebra.ops import ELEMENTWISE, kept_sums, op_kind
@@ -32,7 +32,6 @@ from scaling.check.held import (
     of_nothing,
     pieces_of,
     size_along,
-    strides_in_order,
     triangle_of,
 )
 from scaling.spec import ShardingError, format_axes

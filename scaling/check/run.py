@@ -30,7 +30,7 @@ import torch
 
 from scaling import launch, tree
 from scaling import mesh as meshes
-from scaling.check.contracts import documented, run_watched, telling
+from scaling.check.contracts import run_watched, telling, typed_arguments
 from scaling.check.findings import Judgement, place_of_error, place_of_function, real_path, said
 from scaling.check.mode import Judge
 from scaling.check.strategy import LAYERS, run_layers
@@ -225,22 +225,13 @@ def _uncalled(path: str, module: ModuleType, judge: Judge, strategy: bool) -> No
 
 def _typed_function(fn: Any, judge: Judge) -> None:
     """Call a function that has not been called yet, with shards of the types that its docstring declares."""
-    types = documented(fn.__doc__ or "").given
-    wanted = inspect.signature(fn).parameters.values()
-    needed = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if not needed or not all(name in types or name == "mesh" for name in needed) or not types:
+    code, types = inspect.unwrap(fn).__code__, typed_arguments(fn)  # the program's own function, below its decorators
+    if not types or code in judge.ran:
         return
-    code = inspect.unwrap(fn).__code__  # the program's own function, below its decorators
-    mesh = _mesh_along(_axes_of(code).union(*(spec.named_axes for spec in types.values())))
-    watch = who_watches()
-    if watch is None or code in judge.ran:
-        return
+    mesh = _mesh_along(_axes_of(code).union(*(spec.named_axes for spec in types.values() if spec)))
     given, sizes = [], dict(LAYERS)
-    for name in needed:
-        if name == "mesh":
-            given.append(mesh)
-            continue
-        given.append(watch.typed(shard_of(types[name], mesh, sizes), types[name], "argument", mesh))
+    for spec in types.values():
+        given.append(judge.typed(shard_of(spec, mesh, sizes), spec, "argument", mesh) if spec else mesh)
     with attempt(judge, place_of_function(fn), True):
         for x in tree.leaves(fn(*given)):
             if isinstance(x, (Pending, Deferred)):  # its caller waits

@@ -136,12 +136,12 @@ def table_if_any(path: "str | Path") -> dict[str, Any]:
     return read_table(path) if Path(path).is_file() else {}
 
 
-def quoted(value: Any, most: int = 60) -> str:
+def quoted(value: Any) -> str:
     """Return the start of repr(value); for numbers whose digits Python may refuse to write, a description."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 128:
         return f"a number of {value.bit_length()} bits"
     try:
-        return repr(value)[:most]
+        return repr(value)[:60]
     except RecursionError:
         return "a value that is nested too deeply"
     except ValueError:
@@ -152,6 +152,6 @@ def _refuse(name: str, value: Any, wanted: str, fix: str) -> NoReturn:
     raise ValueError(f"{name} = {quoted(value)}: {wanted}\n  fix: {fix}") from None
 
 
-def shortened(text: str, most: int = 60) -> str:
+def shortened(text: str) -> str:
     """Cut a text that is too long for a line, as error messages quote it."""
-    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text):,} characters)"
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text):,} characters)"

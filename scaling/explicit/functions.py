@@ -145,8 +145,7 @@ def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any)
     if kind == "reshapes":
         return Node(shape, whole.dtype, tuple(operands), Reshape(shape, name), run=_reshaped)
 
-    def probe(shape: Sizes, strides: Sizes | None = None) -> Any:
-        strides = torch.empty(shape, device="meta").stride() if strides is None else strides
+    def probe(shape: Sizes, strides: Sizes) -> Any:
         return call([torch.empty_strided(shape, strides, dtype=operands[0].dtype, device="meta")])
 
     op = labelled(name, args, kwargs, shapes, shape, probe)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
 
 TIMES = re.compile(r" \*(?:_\w+)? ")  # the sign in "A[I, J] * B[J, K]" (a trace) or "A[I, J] *_J B[J, K]" (a plan)
 MOVED = re.compile(r"(?P<op>[A-Za-z]+)(?P<axes>_[^(]+)?\((?P<operand>.*)\)")  # "AllGather_X(W[D_X, F])"
@@ -115,19 +115,12 @@ class Drawing:
 
     def _permuted(self, cells: list[Cells], axes: Sequence[str], sources: Mapping[int, int]) -> list[Cells]:
         """Return the cells after each device received the cells of the device at its `sources` block along the axes."""
-        received = list[Cells]()
-        for coord in self.coords:
-            block = 0
-            for axis in axes:
-                block = block * self.sizes[axis] + coord[axis]
-            source, at = sources.get(block), dict(coord)
-            if source is None:
-                received.append([[None] * len(row) for row in cells[0]])
-                continue
-            for axis in reversed(axes):
-                source, at[axis] = divmod(source, self.sizes[axis])
-            received.append(cells[self.coords.index(at)])
-        return received
+        absent: Cells = [[None] * len(row) for row in cells[0]]
+        places = itertools.product(*(range(self.sizes[axis]) for axis in axes))
+        at = [dict(zip(axes, place, strict=True)) for place in places]  # the blocks' coordinates, in their order
+        found = (sources.get(block_index(axes, coord, self.sizes)) for coord in self.coords)
+        pairs = zip(found, self.coords, strict=True)
+        return [absent if i is None else cells[self.coords.index(coord | at[i])] for i, coord in pairs]
 
     def _cells(self, spec: Spec) -> list[Cells]:
         types = [other for other in self.types[spec.name] if len(other.dims) == len(spec.dims)]

@@ -23,7 +23,7 @@ from scaling.common.console import Parser, complaining, picture
 from scaling.show import svg
 from scaling.show.frames import check_drawn
 from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
-from scaling.spec.sizes import parse_mesh, parse_sizes
+from scaling.spec.sizes import format_sizes, parse_mesh
 
 NINE = ("A[I, J]", "A[I_X, J]", "A[I, J_X]", "A[I_Y, J]", "A[I_XY, J]", "A[I_Y, J_X]", "A[I, J_Y]", "A[I_X, J_Y]",
         "A[I, J_XY]")  # fmt: skip
@@ -50,33 +50,25 @@ def label(groups: list[list[int]]) -> str:
     return ", ".join("+".join(map(str, group)) for group in groups)
 
 
-def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False) -> str:
+def draw(spec: "str | Spec", mesh, colour: bool = False) -> str:
     """Return the type as a grid of blocks with their devices; a 3-D array has a grid for each block of its first dim.
 
-    `sizes` adds the index ranges.
-
     Raises:
-        ShardingError: The type has more than three dims, or the sizes do not fit.
+        ShardingError: The type has more than three dims.
     """
     spec, axes = parse(spec), mesh_sizes(mesh)
-    if not 1 <= len(spec.dims) <= 3:
+    dims = len(spec.dims)
+    if not 1 <= dims <= 3:
         raise ShardingError(f"{spec}: only arrays of 1, 2 or 3 dims are drawn\n  fix: leave out dims that are whole")
-    held = blocks(spec, mesh)
-    counts = [max(block[i] for block in held) + 1 for i in range(len(spec.dims))]
-    ranges = _ranges(spec, counts, sizes, axes)
-    colours = {label(groups): i for i, groups in enumerate(held.values())}
-    lines = [str(spec), "  mesh " + ", ".join(f"{axis}={n}" for axis, n in axes.items()) + remarks(spec, axes)]
-    for outer in range(counts[0]) if len(counts) == 3 else [None]:
-        if outer is not None:
-            lines.append(f"  {spec.dim_names[0]} {ranges[0][outer]}")
-        rows = counts[-2] if len(counts) > 1 else 1
-        cells = [
-            [label(held[tuple(([] if outer is None else [outer]) + ([r] if len(counts) > 1 else []) + [c])])
-             for c in range(counts[-1])]
-            for r in range(rows)
-        ]  # fmt: skip
-        names = ranges[-2] if len(counts) > 1 else [""]
-        lines += _grid(cells, names, ranges[-1], spec.dim_names[-2:], colours if colour else None)
+    held = {(*[0] * (3 - dims), *block): label(groups) for block, groups in blocks(spec, mesh).items()}
+    grids, rows, columns = (range(max(numbers) + 1) for numbers in zip(*held, strict=True))
+    colours = {text: i for i, text in enumerate(held.values())}
+    lines = [str(spec), f"  mesh {format_sizes(axes)}{remarks(spec, axes)}"]
+    for grid in grids:
+        lines += [f"  {spec.dim_names[0]} {grid}"] if dims == 3 else []
+        cells = [[held[grid, row, column] for column in columns] for row in rows]
+        names = [str(row) if dims > 1 else "" for row in rows]
+        lines += _grid(cells, names, [*map(str, columns)], spec.dim_names[-2:], colours if colour else None)
     return "\n".join(lines)
 
 
@@ -93,14 +85,6 @@ def picture_of_blocks(specs: Iterable["str | Spec"], mesh) -> str:
             rows.setdefault(row, []).append((label(groups), svg.colour(groups[0][0], devices, columns)))
         pictures.append((str(spec), [*rows.values()]))
     return svg.grids(pictures, 96, 96)
-
-
-def _ranges(spec: Spec, counts, sizes, axes) -> list[list[str]]:
-    """Return the index range of each block along each dim, or its number without `sizes`."""
-    if sizes is None:
-        return [[str(i) for i in range(n)] for n in counts]
-    local = spec.local_shape(sizes, axes)
-    return [[f"{i * n}:{(i + 1) * n}" for i in range(count)] for count, n in zip(counts, local, strict=True)]
 
 
 def remarks(spec: Spec, axes) -> str:
@@ -135,16 +119,14 @@ def main(argv: "list[str] | None" = None) -> int:
     parser = Parser(prog="python -m scaling.show", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("types", nargs="*", metavar="TYPE", help="such as 'A[I_X, J_Y]'; by default the book's nine")
     parser.add_argument("--mesh", default="X=2,Y=2", help="mesh axes and their sizes (default X=2,Y=2)")
-    parser.add_argument("--sizes", default="", help="sizes of the dims, such as I=4,J=8: then index ranges are shown")
     parser.add_argument("--colour", "--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty())
     parser.add_argument(
         "--plot", type=partial(picture, ends=(".svg",)), metavar="FILE.svg", help="write an SVG instead"
     )
     args = parser.parse_args(argv)
     mesh, types = parse_mesh(args.mesh), args.types or NINE
-    sizes = parse_sizes(args.sizes, "--sizes", "dim") if args.sizes else None
     if args.plot:
         Path(args.plot).write_text(svg.types(types, mesh), encoding="utf-8")
     else:
-        print("\n\n".join(draw(spec, mesh, sizes, args.colour) for spec in types))
+        print("\n\n".join(draw(spec, mesh, args.colour) for spec in types))
     return 0

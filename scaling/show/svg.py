@@ -48,14 +48,12 @@ def document(parts: Iterable[str], width: float, height: float, title: str = "",
     )
 
 
-def played(frames: Sequence[LineFrame], mesh, title: str = "", only: int | None = None) -> str:
-    """Return an SVG that shows the frames in turn, or `only` one of them, by its number from 0."""
+def played(frames: Sequence[LineFrame], mesh, title: str = "") -> str:
+    """Return an SVG that shows the frames in turn."""
     drawing = Drawing(frames, mesh)
     pictures = [_Picture(drawing, numbered(number, frames), frame) for number, frame in enumerate(frames)]
     width, height = (max(sizes) for sizes in zip(*((each.width, each.height) for each in pictures), strict=True))
     count = len(frames)
-    if only is not None:
-        return document(pictures[only].parts, width, height, title)
     style = (
         f"@keyframes turns{count}{{0%{{visibility:visible}}{100 / count:.3f}%{{visibility:hidden}}}}"
         f".of{count}{{visibility:hidden;animation:turns{count} {SECONDS * count:g}s step-end infinite}}"

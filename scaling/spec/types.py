@@ -14,7 +14,7 @@ from typing import Any
 
 from scaling.spec.formats import Format, bytes_of_parts, format_of, parts_of
 from scaling.spec.reader import ShardingError, read_line, read_type, refuse
-from scaling.spec.sizes import dtype_bytes, mesh_sizes
+from scaling.spec.sizes import dtype_bytes, format_sizes, mesh_sizes
 
 
 def present(spec: "str | Spec", mesh) -> "Spec":
@@ -211,9 +211,8 @@ class Spec:
         sizes = mesh_sizes(mesh)
         for axis in self.named_axes:
             if axis not in sizes:
-                has = ", ".join(f"{a}={n}" for a, n in sizes.items()) or "no axes"
                 raise ShardingError(
-                    f"{self}: unknown mesh axis {axis}: the mesh has {has}\n"
+                    f"{self}: unknown mesh axis {axis}: the mesh has {format_sizes(sizes)}\n"
                     f"  fix: use one of its axes, or give the mesh the axis (of size 1 if need be)"
                 )
 

@@ -36,7 +36,7 @@ PLAN = ["--model", "llama3-70b", "--chip", "v5p", "--chips", "8960", "--batch", 
 BAD = {  # (command, arguments): words of the last line
     (show, "--mesh", f"X={NINES}"): "cannot read 'X=999",
     (show, "--mesh", "X=100000,Y=100000"): "a mesh of 10,000,000,000 devices is not drawn, at most 4,096 are",
-    (show, "A[I]", "--sizes", "I=4,I=8"): "--sizes I=4,I=8: dim I is given twice",
+    (show, "A[I]", "--mesh", "X=4,X=8"): "--mesh X=4,X=8: axis X is given twice",
     (schedule, "1f1b", "--stages", "2000", "--microbatches", "8000"): "16,000,000 forward passes are not drawn",
     (schedule, "1f1b", "--stages", "0"): "'0' is not a whole number of at least 1",
     (plan, *PLAN[:-1], "1e400"): "'1e400' is not a number",
