@@ -28,7 +28,7 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling.collectives import all_gather, einsum
+from scaling.collectives import Pending, all_gather, einsum
 from scaling.scaled.arrays import Scaled, check_block, quantize
 from scaling.spec import Line, Spec, format_of, parse_line, present, refuse
 
@@ -116,13 +116,15 @@ def matrices_of_line(text: str, sizes: tuple) -> MatrixProduct:
 
 
 def scaled_product(
-    recipe: Recipe, sizes: dict, mesh, line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = False
-) -> Tensor:
+    recipe: Recipe, sizes: dict, mesh, line: str, a: Any, b: Any, out: Tensor | None = None, add=False, defer=False
+) -> Any:
     """Return the product of a line; plain operands are quantized first, along the dims that are summed over.
 
     An operand that is named as a cotangent (`dOut`) gets the recipe's format for cotangents. `sizes` has the sizes of
-    the model's dims.
+    the model's dims. With `defer` the product is computed when it is waited for.
     """
+    if defer:
+        return Pending((), partial(scaled_product, recipe, sizes, mesh, line, a, b))
     typed = parse_line(line)
     of_weight = isinstance(b, Scaled)
     unscaled = {typed.operands[1].name, typed.result.name[1:]} & {*UNSCALED}  # of the product, or of its gradient

@@ -84,7 +84,8 @@ def test_on_a_mesh_as_on_one_device(mesh, config, recipes):
         options = {"microbatches": 2, "remat": "block"} if "Z" in mesh.sizes else {"remat": "matmuls"}
         if config.moe or config.linear:  # the balance is that of a microbatch, and a state is handed on
             options = {"context": "ring", "remat": "block"}
-        loss, grads = step(mesh, config, precision, **options)
+        schedule = {"schedule": "zb-h1"} if "Z" in mesh.sizes else {}
+        loss, grads = step(mesh, config, precision, **options, **schedule)
         if mesh.rank == 0:
             alone, wanted = step(ONE, config, precision, **options)
             assert abs(loss - alone) < 1e-12, precision
