@@ -72,9 +72,9 @@ class Rates:
     kv: float
     flops: float
     sent: float
-    layer: float = 0.0
-    experts: float = 0.0
-    hop: float = 0.0
+    layer: float
+    experts: float
+    hop: float
 
     def token(self, work: TokenWork) -> "Forecast":
         """Return the seconds of a token, by kind of work."""
@@ -140,8 +140,8 @@ class EngineRates:
     steps: float
     burst: float
     fp4_burst: float
-    latent: float = 1.0
-    dp_attention: float = 1.0
+    latent: float
+    dp_attention: float
 
     def prompt(self, work: FirstWork) -> Amount:
         """Return the seconds in which chips compute and send a prompt.

@@ -29,12 +29,7 @@ from scaling.plan.serve import forecast
 from scaling.plan.serve.candidates import Service, ServingPlan
 from scaling.plan.serve.forecast import ENGINES, GPU, TABLE, EngineRates, Rates
 
-MODELS = {
-    "DeepSeek-R1": "deepseek-v3", "DeepSeek-V3": "deepseek-v3", "DeepSeek-V3.1": "deepseek-v3", "GLM-5": "glm-5",
-    "Kimi-K2.5": "kimi-k2.5", "Llama-3.1-70B": "llama3-70b", "Llama-3.1-8B-Instruct": "llama3-8b",
-    "MiniMax-M2.5": "minimax-m2.5", "Qwen3-235B-A22B": "qwen3-235b", "Qwen3-32B": "qwen3-32b",
-    "Qwen3.5-397B-A17B": "qwen3.5-397b", "gpt-oss-120b": "gpt-oss-120b",
-}  # fmt: skip
+MODELS = TABLE["models"]
 # The search for an engine's rates begins with these.
 START = EngineRates(1e-3, 1.5, 3.0, 1.5, 0.08, 3.0, 0.01, 1.5, 2.0, 2.0)
 AT_MOST_PEAK = "dense", "experts", "fp4"  # the multiples of an engine's time at the peak
@@ -149,12 +144,11 @@ class Fit:
         return median(self.errors["deployment"])
 
     @property
-    def far(self) -> tuple[list[tuple], int]:
-        """The groups of MANY rows that are off by more than FAR in the median, and the number of all such groups."""
+    def far(self) -> tuple[int, int]:
+        """The number of groups of MANY rows that are off by more than FAR in the median, and of all such groups."""
         large = [group for group, count in Counter(self.groups).items() if count >= MANY]
-        errors = self.errors["deployment"]
-        off = [group for group in large if median(errors[[one == group for one in self.groups]]) > FAR]
-        return off, len(large)
+        errors = (self.errors["deployment"][[one == group for one in self.groups]] for group in large)
+        return sum(median(some) > FAR for some in errors), len(large)
 
 
 def median(errors: np.ndarray) -> float:
@@ -221,11 +215,11 @@ def main(arguments: list[str]) -> int:
     parser = Parser(prog="python -m scaling.plan serve measured", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path, help="silicon_sample.csv of github.com/ai-dynamo/aiconfigurator")
     found = fits(list(measured_rows(parser.parse_args(arguments).file)))
-    body = []
-    for one in found:
-        off, large = one.far
-        errors = (f"{median(one.errors[what]):.0%}" if what in one.errors else "" for what in LEFT_OUT)
-        body.append((one.name, f"{len(one.groups):,}", *errors, f"{len(off)} of {large}"))
+    body = [
+        (one.name, f"{len(one.groups):,}",
+         *(f"{median(one.errors[what]):.0%}" if what in one.errors else "" for what in LEFT_OUT),
+         "{} of {}".format(*one.far)) for one in found
+    ]  # fmt: skip
     head = ["", "rows", *LEFT_OUT, f"groups of {MANY}\nbeyond {FAR:.0%}"]
     print("Median errors of rows whose kind is left out of the fit:\n" + console.table(body, head) + "\n")
     print("[errors]", *(f'{one.name} = [{one.error:.2f}, "{len(one.groups):,} rows"]' for one in found), "", sep="\n")

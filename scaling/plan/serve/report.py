@@ -146,14 +146,6 @@ def plan_table(found: Sequence[ServingPlan], dollars: float | None, names: Seque
     return table([row[: None if dollars else -1] for row in body], head[: None if dollars else -1])
 
 
-def distinct(found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
-    """Return the best of each slice and form, in order."""
-    kept: dict[tuple, ServingPlan] = {}
-    for one in found:
-        kept.setdefault((one.shape, one.form), one)
-    return list(kept.values())[:most]
-
-
 def recommended(found: Sequence[ServingPlan], objective: str, batch: int | None) -> ServingPlan:
     """Return the plan to take: the balanced one where neither a limit of time nor a batch is given, else the first."""
     s = found[0].service
@@ -162,9 +154,11 @@ def recommended(found: Sequence[ServingPlan], objective: str, batch: int | None)
 
 
 def others_than(best: ServingPlan, found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
-    """Return the best plans of other slices or forms than `best`."""
-    kept = distinct(found, most + 1)
-    return [one for one in kept if (one.shape, one.form) != (best.shape, best.form)][:most]
+    """Return the best plans of each other slice and form than those of `best`."""
+    kept = {(best.shape, best.form): best}
+    for one in found:
+        kept.setdefault((one.shape, one.form), one)
+    return list(kept.values())[1 : most + 1]
 
 
 def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | None, **fixed) -> str:
