@@ -2,6 +2,7 @@
 every option with values that it cannot have."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
@@ -9,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from machine import ended
-from refused import read_table
+from refused import pairs, read_table
 from test_serve import by_hand
 
 from scaling.configs import get
@@ -33,84 +34,114 @@ SHORT = "serve --model llama3-8b --chip v5e --prompt 1000 --output 24"
 LOAD = f"{SHORT} --chips 4 --rate 4 --requests 8 --policy interleaved"
 
 
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
+# between bars what is said, among other things
+SAID = """
+arguments  exit status, and what is said
+--model llama3-70b --chip v5p --chips 8960 --batch 4M
+    0 Best of | X_opt = 1,619 (FSDP), 5.5 (TP) | Bound: | Forecast:
+--model llama3-70b --chip v5p --chips 1024 --batch 4M --mesh fsdp=1024  0 FSDP 1,024 ring of 8
+--model llama3-8b --chip h100 --chips 16384 --batch 128M --mesh data=16384  0 data 16,384 network
+--model llama3-405b --chip h100 --chips 1024 --batch 1M
+    0 data parallelism across nodes needs 2,475 | TP in a node stays compute-bound up to 24.2 ways
+--model llama3-8b --chip h100 --chips 7 --batch 1M --failures  0 98.8% busy | one every 7,240 hours | Young 23 hours
+--model llama3-70b --chip h100 --chips 8 --batch 512k  1 Nothing fits | chips: | Adam on the host
+--model llama3-8b --chip rtx3090 --chips 4 --batch 64k
+    1 Nothing fits | 8-bit Adam | Adam on the host | LoRA | QLoRA | holds
+guide --model llama3-8b --gpu rtx4090  0 Take: LoRA, one GPU + checkpointing | QLoRA: | 42e6 params
+guide --model llama3-8b --gpu h100 --gpus 1024  0 Take: FSDP | 16 stages + TP 8 + 1024
+--model llama3-8b --chip h100 --chips 4096 --batch 4096 --mesh data=4096
+    1 no plan: no mesh of 4,096 h100 suits llama3-8b: more replicas than the 1 sequences
+--model llama3-8b --chip h100 --chips 64 --batch 1M --mesh tensor=64,pipe=1  1 TP does not divide the 32 heads
+--model llama9 --chip v5p --chips 16 --batch 1M  2 unknown model
+--model llama3-8b --chip v9 --chips 16 --batch 1M  2 unknown chip
+--model llama3-8b --chip v5e --dtype fp8 --chips 16 --batch 1M  2 no FLOPs/s for fp8
+--model llama3-70b --chip v5p --chips 8960 --batch 4M --mfu 2  2
+--model llama3-70b --chip v5p --chips 8960 --batch 4M --headroom 0  2
+--model llama3-70b --chip v5p --chips 8960 --batch 4M --batch 1e400  2
+--model llama3-70b --chip v5p --chips 8960 --batch 4M --batch 4x  2
+--model llama3-70b --chip v5p --chips 8960 --batch 4M --batch 4.2.1  2
+--model llama3-70b --chip v5p --chips 8960 --batch 4M --mesh seq=2  2
+--model llama3-70b --chip v5p --chips 8960 --batch 4M --dtype int4  2
+--model llama3-70b --chip h100 --chips 8 --batch 512k --microbatches 100000
+    1 100,000 microbatches are more than the 128 sequences
+--model llama3-70b --chip h100 --chips 8 --batch 512k --microbatches 100 --mesh data=8
+    1 100 microbatches are more than a replica's 16 sequences
+--model llama3-70b --chip h100 --chips 8 --batch 512k --chips 4x8x8
+    2 is a slice; fix: give the number of its chips, 256
+--model llama3-70b --chip h100 --chips 8 --batch 512k --chips 8.5
+    2 '8.5' is 8.5, not a whole number; fix: give 8 or 9
+--model llama3-70b --chip h100 --chips 8 --batch 512k --mesh tensor=2,tensor=4  2 tensor is given twice
+--model llama3-70b --chip h100 --chips 8 --batch 512k --mesh tensor=0  2 not an axis with its size
+--model llama3-70b --chip h100 --chips 8 --batch 512k --pods 2
+    1 h100 has no pods: replicas over its network are data=2
+--model llama3-70b --chip h100 --chips 8 --batch 512k --mesh pod=2  1 h100 has no pods
+--model llama3-70b --chip v5p --chips 8960 --batch 4M --pods 3  1 3 pods do not divide 8,960 chips
+--model llama3-70b --chip h100 --chips 8 --batch 512k --mesh tensor=3  1 tensor=3 does not divide 8 chips
+--model llama3-70b --chip h100 --chips 8 --batch 512k --zero 3 --mesh data=8  1 ZeRO-3 shards params, over fsdp
+--model llama3-70b --chip v100 --chips 8 --batch 512k
+    2 no dtype at all fix: choose a variant that has, such as v100:nvidia
+--model llama3-8b --chip v100:nvidia --chips 8 --batch 512k --dtype fp16  0 Best of
+--model llama3-70b --chip v100:amd --chips 8 --batch 512k  2 v100 has no variant 'amd': it has nvidia
+--model llama3-8b --chip h100 --chips 6 --seq 8192 --batch 1M --mesh pipe=2,data=3  0 PP 2 x DP 3
+--model llama3-70b --chip gb200 --chips 64 --batch 4M --mesh tensor=2,pipe=4  0 PP 4 x DP 8 x TP 2
+--model llama3-70b --chip 7x --chips 256 --batch 4M  0 ring of 4 x ring of 8 x ring of 8
+--model llama3-8b --chip rtx4090 --chips 16 --batch 1M  2 nothing is known of its network beyond the node
+--model llama3-70b --chip mi355x --chips 8 --batch 512k --tokens 10G
+    0 on 10e9 tokens | mi355x reaches, so the a100's share is
+serv --model llama3-8b  2 there is no command 'serv' | guide, posttrain, published, serve
+guide --model llama3-8b  2 --gpu rtx4090, or its memory
+guide --model llama3-70b --memory 24GiB  1 Nothing fits | too large for the 23.2 GB
+published --only gpt-9  2 nothing is called 'gpt-9'
+guide --model llama3-8b --gpu h100 --gpus 8  0 Take: FSDP
+guide --model llama3-70b --gpu 4090 --gpus 2  1 Nothing fits | QLoRA | on 4 chips: TP 4 holds
+guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768  0 DDP 16384 1 96.4 GB
+guide --model llama3-8b --gpu h100 --gpus 64 --sequences 8  0 8 sequences of 2,048 a step
+guide --model llama3-8b --gpu v5p  2 --model llama3-8b --chip v5p --chips 1
+serve --model llama3-70b --chip v5e --context 8192 --chips 16 --pareto
+    0 Take: | 4x4, 16 chips | no wraparound | KV cache int8 | Binds: | prefill servers | Others, as forecast:
+    | What would change the most tokens | Latency against throughput, as forecast (balanced: | with weights alone
+serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --rate 4 --requests 8 --policy interleaved
+    0 Simulated as forecast: 8 requests, 4 a second, interleaved on one slice
+serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --requests 8 --policy interleaved --rate 400
+    0 of it would serve 400
+serve --model llama3-70b --chip v5e --context 8192 --latency 1  1 nothing is fast enough: the fastest step is
+serve --model llama3-70b --chip v5e --context 8192 --chips 16 --batch 4096
+    0 Of 4,096 requests | fit at once in each replica; the others wait.
+serve --model llama3-70b --chip v5e --context 8192 --chips 4
+    1 nothing fits: weights and caches are 71.9 GB, at least 5 chips
+serve --model llama3-70b --chip v5e --context 8192 --chips 3 --replicas 1
+    1 no slice of 3 chips over 1 replicas fix: choose one of 1, 4, 8,
+serve --model llama3-70b --chip v5e --context 8192 --chips 6
+    1 at least 5 chips of 14.4 GB; 6 are no slice of v5e, but 1, 4, 8, 16,
+serve --model llama3-70b --chip v5e --context 8192 --chip h100 --chips 3 --replicas 1
+    1 N_YZ: N = 64 does not divide over 3 chips
+serve --model llama3-70b --chip v5e --context 8192 --prompt 100 --output 200  2 is not --prompt 100 + --output 200
+serve --model llama3-70b --chip v5e --context 8192 --output 8192  2 fix: give a context as long as prompt and output
+serve --model llama3-70b --chip v5e --context 8192 --compute fp4  2 no FLOPs/s for fp4
+serve --model llama3-70b --chip tpu-v5e --chips 16  0 Counted with 8,192 tokens a sequence
+serve --model llama3-70b --chip 3090 --chips 2  1 nothing fits | fix: give --weights int4, which fits
+serve --model llama3-8b --chip h100 --chips 0  2 '0' is not a whole number of at least 1
+serve --model llama3-8b --chip h100 --chips -3  2 '-3' is not a whole number of at least 1
+serve --model llama3-8b --chip h100 --chips 1.5  2 '1.5' is not a whole number of at least 1
+serve --model llama3-8b --chip h100 --batch 0  2 '0' is not a whole number of at least 1
+serve published --only gpt-9  2 nothing is called 'gpt-9'
+"""
+SLOW = """
+arguments  exit status, and what is said
+--model llama3-70b --chip v5p --chips 35840 --batch 4M  0 pods
+--model mixtral-8x7b --chip gb200 --chips 96 --batch 2M --dtype fp8  0 EP
+--model llama3-8b --chip h100 --chips 16 --batch 1M --explain
+    0 One layer in time | What else could be had | What would change the answer | half the memory
+"""
 
 
-SAID = [  # arguments, exit status, what is said among other things
-    (POD, 0, ["Best of ", "X_opt = 1,619 (FSDP), 5.5 (TP)", "Bound: ", "Forecast: "]),
-    slow(POD.replace("8960", "35840"), 0, ["pods"]),
-    (f"{POD.replace('8960', '1024')} --mesh fsdp=1024", 0, ["FSDP 1,024 ring of 8"]),
-    (f"{SOME.replace('16', '16384').replace('1M', '128M')} --mesh data=16384", 0, ["data 16,384 network"]),
-    slow("--model mixtral-8x7b --chip gb200 --chips 96 --batch 2M --dtype fp8", 0, ["EP"]),
-    ("--model llama3-405b --chip h100 --chips 1024 --batch 1M", 0,
-     ["data parallelism across nodes needs 2,475", "TP in a node stays compute-bound up to 24.2 ways"]),
-    slow(f"{SOME} --explain", 0,
-         ["One layer in time", "What else could be had", "What would change the answer", "half the memory"]),
-    (f"{SOME.replace('16', '7')} --failures", 0, ["98.8% busy", "one every 7,240 hours", "Young 23 hours"]),
-    (NODE, 1, ["Nothing fits", "chips: ", "Adam on the host"]),
-    ("--model llama3-8b --chip rtx3090 --chips 4 --batch 64k", 1,
-     ["Nothing fits", "8-bit Adam", "Adam on the host", "LoRA", "QLoRA", "holds"]),
-    ("guide --model llama3-8b --gpu rtx4090", 0, ["Take: LoRA, one GPU + checkpointing", "QLoRA: ", "42e6 params"]),
-    ("guide --model llama3-8b --gpu h100 --gpus 1024", 0, ["Take: FSDP", "16 stages + TP 8 + 1024"]),
-    ("--model llama3-8b --chip h100 --chips 4096 --batch 4096 --mesh data=4096", 1,
-     ["no plan: no mesh of 4,096 h100 suits llama3-8b: more replicas than the 1 sequences"]),
-    ("--model llama3-8b --chip h100 --chips 64 --batch 1M --mesh tensor=64,pipe=1", 1,
-     ["TP does not divide the 32 heads"]),
-    ("--model llama9 --chip v5p --chips 16 --batch 1M", 2, ["unknown model"]),
-    ("--model llama3-8b --chip v9 --chips 16 --batch 1M", 2, ["unknown chip"]),
-    ("--model llama3-8b --chip v5e --dtype fp8 --chips 16 --batch 1M", 2, ["no FLOPs/s for fp8"]),
-    *((f"{POD} {wrong}", 2, []) for wrong in
-      ("--mfu 2", "--headroom 0", "--batch 1e400", "--batch 4x", "--batch 4.2.1", "--mesh seq=2", "--dtype int4")),
-    (f"{NODE} --microbatches 100000", 1, ["100,000 microbatches are more than the 128 sequences"]),
-    (f"{NODE} --microbatches 100 --mesh data=8", 1, ["100 microbatches are more than a replica's 16 sequences"]),
-    (f"{NODE} --chips 4x8x8", 2, ["is a slice; fix: give the number of its chips, 256"]),
-    (f"{NODE} --chips 8.5", 2, ["'8.5' is 8.5, not a whole number; fix: give 8 or 9"]),
-    (f"{NODE} --mesh tensor=2,tensor=4", 2, ["tensor is given twice"]),
-    (f"{NODE} --mesh tensor=0", 2, ["not an axis with its size"]),
-    (f"{NODE} --pods 2", 1, ["h100 has no pods: replicas over its network are data=2"]),
-    (f"{NODE} --mesh pod=2", 1, ["h100 has no pods"]),
-    (f"{POD} --pods 3", 1, ["3 pods do not divide 8,960 chips"]),
-    (f"{NODE} --mesh tensor=3", 1, ["tensor=3 does not divide 8 chips"]),
-    (f"{NODE} --zero 3 --mesh data=8", 1, ["ZeRO-3 shards params, over fsdp"]),
-    (NODE.replace("h100", "v100"), 2, ["no dtype at all fix: choose a variant that has, such as v100:nvidia"]),
-    (NODE.replace("h100", "v100:nvidia").replace("70b", "8b") + " --dtype fp16", 0, ["Best of "]),
-    (NODE.replace("h100", "v100:amd"), 2, ["v100 has no variant 'amd': it has nvidia"]),
-    (SOME.replace("16", "6 --seq 8192") + " --mesh pipe=2,data=3", 0, ["PP 2 x DP 3"]),
-    (POD.replace("v5p", "gb200").replace("8960", "64") + " --mesh tensor=2,pipe=4", 0, ["PP 4 x DP 8 x TP 2"]),
-    (POD.replace("v5p", "7x").replace("8960", "256"), 0, ["ring of 4 x ring of 8 x ring of 8"]),
-    (SOME.replace("h100", "rtx4090"), 2, ["nothing is known of its network beyond the node"]),
-    (NODE.replace("h100", "mi355x") + " --tokens 10G", 0, ["on 10e9 tokens", "mi355x reaches, so the a100's share is"]),
-    ("serv --model llama3-8b", 2, ["there is no command 'serv'", "guide, posttrain, published, serve"]),
-    ("guide --model llama3-8b", 2, ["--gpu rtx4090, or its memory"]),
-    ("guide --model llama3-70b --memory 24GiB", 1, ["Nothing fits", "too large for the 23.2 GB"]),
-    ("published --only gpt-9", 2, ["nothing is called 'gpt-9'"]),
-    ("guide --model llama3-8b --gpu h100 --gpus 8", 0, ["Take: FSDP"]),
-    ("guide --model llama3-70b --gpu 4090 --gpus 2", 1, ["Nothing fits", "QLoRA", "on 4 chips: TP 4 holds"]),
-    ("guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768", 0, ["DDP 16384 1 96.4 GB"]),
-    ("guide --model llama3-8b --gpu h100 --gpus 64 --sequences 8", 0, ["8 sequences of 2,048 a step"]),
-    ("guide --model llama3-8b --gpu v5p", 2, ["--model llama3-8b --chip v5p --chips 1"]),
-    (f"{SERVE} --chips 16 --pareto", 0,
-     ["Take: ", "4x4, 16 chips", "no wraparound", "KV cache int8", "Binds: ", "prefill servers", "Others, as forecast:",
-      "What would change the most tokens", "Latency against throughput, as forecast (balanced:", "with weights alone"]),
-    (LOAD, 0, ["Simulated as forecast: 8 requests, 4 a second, interleaved on one slice"]),
-    (f"{LOAD} --rate 400", 0, ["of it would serve 400"]),
-    (f"{SERVE} --latency 1", 1, ["nothing is fast enough: the fastest step is"]),
-    (f"{SERVE} --chips 16 --batch 4096", 0, ["Of 4,096 requests", "fit at once in each replica; the others wait."]),
-    (f"{SERVE} --chips 4", 1, ["nothing fits: weights and caches are 71.9 GB, at least 5 chips"]),
-    (f"{SERVE} --chips 3 --replicas 1", 1, ["no slice of 3 chips over 1 replicas fix: choose one of 1, 4, 8,"]),
-    (f"{SERVE} --chips 6", 1, ["at least 5 chips of 14.4 GB; 6 are no slice of v5e, but 1, 4, 8, 16,"]),
-    (f"{SERVE} --chip h100 --chips 3 --replicas 1", 1, ["N_YZ: N = 64 does not divide over 3 chips"]),
-    (f"{SERVE} --prompt 100 --output 200", 2, ["is not --prompt 100 + --output 200"]),
-    (f"{SERVE} --output 8192", 2, ["fix: give a context as long as prompt and output"]),
-    (f"{SERVE} --compute fp4", 2, ["no FLOPs/s for fp4"]),
-    ("serve --model llama3-70b --chip tpu-v5e --chips 16", 0, ["Counted with 8,192 tokens a sequence"]),
-    ("serve --model llama3-70b --chip 3090 --chips 2", 1, ["nothing fits", "fix: give --weights int4, which fits"]),
-    *((f"serve --model llama3-8b --chip h100 {option} {n}", 2, [f"'{n}' is not a whole number of at least 1"])
-      for option, n in (("--chips", "0"), ("--chips", "-3"), ("--chips", "1.5"), ("--batch", "0"))),
-    ("serve published", 0, ["none beats its bound", *serving.data()["sources"].values()]),
-    ("serve published --only gpt-9", 2, ["nothing is called 'gpt-9'"]),
-]  # fmt: skip
+def told(table: str) -> list[tuple[str, int, list[str]]]:
+    cells = ((arguments, said.partition(" ")) for arguments, said in pairs(table).items())
+    return [(arguments, int(code), re.split(r"\s+\|\s+", words)) for arguments, (code, _, words) in cells]
+
+
+SAID = [*told(SAID), *(pytest.param(*case, marks=pytest.mark.slow) for case in told(SLOW))]
+SAID += [("serve published", 0, ["none beats its bound", *serving.data()["sources"].values()])]
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), SAID)
