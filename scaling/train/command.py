@@ -13,12 +13,14 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from importlib import import_module
 from math import prod
 from pathlib import Path
 
 from scaling import launch
 from scaling.common.arguments import of_type, read_table
 from scaling.common.console import Parser, complaining, fold, fold_command, integer, number, significant
+from scaling.common.lazy import needing
 from scaling.common.torchrun import first_rank, this_rank, world_size
 from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.hardware import chip
@@ -30,7 +32,7 @@ from scaling.train.documents import add_options, check_options
 from scaling.train.folder import prepared
 from scaling.train.loop import run
 from scaling.train.origin import begun_from, end_for, tokenizer_for, weights_to_begin_with
-from scaling.train.progress import check_installed, describe
+from scaling.train.progress import describe
 from scaling.train.settings import Settings, add_flags
 from scaling.train.step import check_compiled, held_types, options_of_adapters
 
@@ -140,7 +142,9 @@ def main(argv=None) -> int:
         backend = "gloo" if args.device == "cpu" else "abstract"
         print(fold(describe(settings, sizes)) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
         return 0
-    check_installed(settings)
+    if settings.tensorboard:
+        with needing("--tensorboard", "tensorboard"):
+            import_module("tensorboard")
     if first_rank() and not fits_as_before(declared, sizes):
         room = launch.free_memory(args.device, ranks := AbstractMesh(sizes).size())
         counts = dry.refuse_too_large(settings, sizes, room)

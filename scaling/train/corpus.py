@@ -111,22 +111,13 @@ def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: 
     return _joined([[d.ids] for d in read], path, counted, notes)
 
 
-def kind_of_data(path) -> str:
-    """Return whether a file or folder holds "shards", "ids" (rows of them) or "text".
-
-    Raises:
-        ValueError: It holds none of them, or is only a part of shards.
-    """
-    return _files(Path(path))[0]
-
-
 def check_data(path: Path, by: Tokenizer) -> tuple[str, list[Path]]:
     """Return the kind of data in a file or folder, and its files; only the index of shards is opened.
 
     Raises:
         ValueError: The data are not what this tokenizer reads.
     """
-    kind, files = _files(path)
+    kind, files = files_of(path)
     if kind == "shards":
         shards_index(path, by)
     if kind == "text" and isinstance(by, Unknown):
@@ -137,8 +128,12 @@ def check_data(path: Path, by: Tokenizer) -> tuple[str, list[Path]]:
     return kind, files
 
 
-def _files(path: Path) -> tuple[str, list[Path]]:
-    """Return the kind of data in a file or folder, and its files."""
+def files_of(path: Path) -> tuple[str, list[Path]]:
+    """Return whether a file or folder holds "shards", "ids" (rows of them) or "text", and its files.
+
+    Raises:
+        ValueError: It holds none of them, or is only a part of shards.
+    """
     if (path / INDEX).is_file():
         return "shards", []
     ids = [p for p in (sorted(path.rglob("*.npy")) if path.is_dir() else [path]) if p.suffix == ".npy" and p.is_file()]

@@ -23,6 +23,7 @@ from scaling.train.blocks import first_replica
 ROW, ROWS = 1 << 13, 1 << 7  # 8-byte words in a row of the hash, and the rows that are hashed at a time
 AGAIN = "go on from the last checkpoint (--resume); if it comes back, look for what differs by rank"
 SHARE, LEAST = 0.12, 0.025  # a rank is slow if it lags by more than this share of a step and by more than these seconds
+DEVIATIONS, PART = 10.0, 0.25  # a loss jumps by more than so many usual changes, and such a part of the median
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the integers for elements of so many bytes; larger: int64
 
 
@@ -106,16 +107,9 @@ class Losses:
     A loss jumps if it rises above the median of the latest losses by more than their usual change from step to step,
     and by more than a good part of that median. Only the median of the latest losses counts, so that a loss which falls
     fast does not hide a jump.
-
-    Attributes:
-        seen: The latest losses.
-        deviations: The factor on the usual change.
-        part: The part of the median.
     """
 
     seen: deque = field(default_factory=lambda: deque(maxlen=64))
-    deviations: float = 10.0
-    part: float = 0.25
 
     def jump(self, loss: float, step: int) -> str:
         """Record a loss; return a warning if it jumped, or "" if it did not."""
@@ -125,7 +119,7 @@ class Losses:
             return ""
         level = statistics.median(before[-8:])
         usual = 1.4826 * statistics.median(abs(b - a) for a, b in pairwise(before))  # a normal distribution's deviation
-        if loss - level <= max(self.deviations * usual, self.part * abs(level)):
+        if loss - level <= max(DEVIATIONS * usual, PART * abs(level)):
             return ""
         return f"step {step}: the loss jumped to {loss:.4f}; the median of the 8 before is {level:.4f}"
 

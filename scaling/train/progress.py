@@ -1,6 +1,5 @@
 """Report a run's progress: a printed line and a JSON record per step, and curves for TensorBoard."""
 
-import importlib.util
 import json
 import math
 import os
@@ -159,18 +158,6 @@ def read_records(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
         fits = isinstance(record, dict) and type(record.get("step")) is int
         found.append((line, record if fits else None))
     return found
-
-
-def check_installed(settings: Settings) -> None:
-    """Check that tensorboard is installed if `--tensorboard` is given.
-
-    Raises:
-        ValueError: It is not installed.
-    """
-    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(
-            "--tensorboard: tensorboard is not installed\n  fix: pip install 'scaling-book-torch[tensorboard]'"
-        )
 
 
 def _line(record: Mapping, steps: int) -> str:

@@ -4,7 +4,6 @@ sweep: real runs that are killed while they save, or lose a node."""
 
 import contextlib
 import fcntl
-import importlib.util
 import os
 import random
 import signal
@@ -188,15 +187,14 @@ OPTIONS = "--data text.txt --seq 32 --eval-every 0"
 
 @pytest.mark.slow
 def test_a_run_shows_and_records_its_sample(monkeypatch, capsys):
-    board, find = mock.MagicMock(), importlib.util.find_spec
+    board = mock.MagicMock()
     monkeypatch.setattr(evaluate, "LENGTH", 4)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", mock.Mock(SummaryWriter=board))
     write_text(300)
     given = "--data text.txt --batch 2 --seq 16 --steps 2 --eval-batches 1 --sample 'a \"😀' --tensorboard board"
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None if "tensorboard" in name else find(name))
-        assert "fix: pip install 'scaling-book-torch[tensorboard]'" in refusal(capsys, given)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: board if "tensorboard" in name else find(name))
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    assert "fix: pip install 'scaling-book-torch[tensorboard]'" in refusal(capsys, given)
+    monkeypatch.setitem(sys.modules, "tensorboard", board)
     assert train(given) == 0
     assert '    a "😀' in capsys.readouterr().out
     assert board.call_args.args == ("board",)
