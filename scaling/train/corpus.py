@@ -117,7 +117,7 @@ def check_data(path: Path, by: Tokenizer) -> tuple[str, list[Path]]:
     Raises:
         ValueError: The data are not what this tokenizer reads.
     """
-    kind, files = files_of(path)
+    kind, files = kind_and_files(path)
     if kind == "shards":
         shards_index(path, by)
     if kind == "text" and isinstance(by, Unknown):
@@ -128,7 +128,7 @@ def check_data(path: Path, by: Tokenizer) -> tuple[str, list[Path]]:
     return kind, files
 
 
-def files_of(path: Path) -> tuple[str, list[Path]]:
+def kind_and_files(path: Path) -> tuple[str, list[Path]]:
     """Return whether a file or folder holds "shards", "ids" (rows of them) or "text", and its files.
 
     Raises:

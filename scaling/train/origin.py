@@ -28,7 +28,7 @@ from scaling.models.text import (
     tokenizer,
     tokenizer_of,
 )
-from scaling.train.corpus import INDEX, check_data, files_of, shards_index
+from scaling.train.corpus import INDEX, check_data, kind_and_files, shards_index
 from scaling.train.documents import end_of_documents
 from scaling.train.durable import complete
 from scaling.train.settings import Settings
@@ -140,7 +140,7 @@ def _of_data(config: Config, places: list[Path]) -> Tokenizer:
         if (path / INDEX).is_file():
             made = path if (path / FILE).is_file() else "bytes"
             return checked_tokenizer(tokenizer(str(made)), config.V, config.name)
-    kinds = {files_of(path)[0] for path in places} if config.V != BYTES else {"text"}
+    kinds = {kind_and_files(path)[0] for path in places} if config.V != BYTES else {"text"}
     if kinds == {"ids", "text"}:
         raise ValueError(
             "--data: nothing says which tokenizer made the rows of ids, and so none can read the text beside them"
@@ -166,7 +166,7 @@ def end_for(settings: Settings, args: argparse.Namespace) -> int:
     by, shards = tokenizer_in(settings), [path for path in places if (path / INDEX).is_file()]
     if shards and args.eos_id is None and not args.no_eos:
         return shards_index(shards[0], by)["eos"]
-    found = end_of_documents(by, args, any(files_of(path)[0] == "text" for path in places))
+    found = end_of_documents(by, args, any(kind_and_files(path)[0] == "text" for path in places))
     if found >= settings.model.V:
         raise ValueError(
             f"--eos-id {found}: {settings.model.name} has the ids 0..{settings.model.V - 1}"
