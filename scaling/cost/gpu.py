@@ -45,8 +45,8 @@ def spans(chip: Chip, gpus: int, inner: int = 1) -> list[tuple[int, int, float, 
     return found
 
 
-def ring(nbytes: float, chip: Chip, gpus: int, inner: int, exact: bool) -> float:
-    """Return the seconds of an AllGather at the slowest level.
+def all_gather(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
+    """Return an AllGather's seconds: V (N - 1) / (N W) in a node; over nodes, the slowest level's V (D - 1) / (D W).
 
     At each level a child receives over its links the part of V that it lacks, or all of V if not `exact`. The last
     child may be partial, and then has fewer links.
@@ -60,11 +60,6 @@ def ring(nbytes: float, chip: Chip, gpus: int, inner: int, exact: bool) -> float
     return max(times)
 
 
-def all_gather(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
-    """Return an AllGather's seconds: V (N - 1) / (N W) in a node; over nodes, the slowest level's V (D - 1) / (D W)."""
-    return ring(nbytes, chip, gpus, inner, exact)
-
-
 def reduce_scatter(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
     """Return the seconds of a ReduceScatter, which equal an AllGather's."""
     return all_gather(nbytes, chip, gpus, inner, exact)
@@ -76,7 +71,7 @@ def all_reduce(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool
     In practice SHARP gains about 30%, not the 75% of 8 GPUs in theory (Part 12, "Intra-node collectives").
     """
     if sharp:
-        return ring(nbytes, chip, gpus, inner, exact=False)
+        return all_gather(nbytes, chip, gpus, inner, exact=False)
     return 2 * all_gather(nbytes, chip, gpus, inner, exact)
 
 

@@ -10,7 +10,6 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import numpy
 import torch
@@ -108,17 +107,17 @@ def measure_rank(
         idle |= times(groups, repeats, volumes, of_one=True) if d < n else {}
     found["Pointwise", n] = bytewise(mesh, repeats, between_matmuls, volumes)
     found["Activation", n] = bytewise(mesh, repeats, curved, volumes)
-    single, attending = (measure(mesh, dtypes[0], repeats) for measure in (alone, attention))
+    own = [Mesh({"X": 1}, ranks=[rank]) for rank in range(n)][mesh.rank]
+    single, attending = alone(mesh, own, dtypes[0], repeats), attention(mesh, dtypes[0], repeats)
     memory = fit(found["Pointwise", n])[1]
-    return RankMeasured(rates, single, attending, memory, _call(mesh, repeats), found, idle)
+    return RankMeasured(rates, single, attending, memory, _call(mesh, own, repeats), found, idle)
 
 
-def _call(mesh, repeats: int) -> float:
+def _call(mesh, own, repeats: int) -> float:
     """Return the seconds of an operation with the Python, the views and the tapes around it.
 
     They are measured on a Transformer's step that is so small that nothing else takes time.
     """
-    own = [Mesh({"X": 1}, ranks=[rank]) for rank in range(mesh.size())][mesh.rank]
     did = count(SMALL, own.sizes, backend="abstract", documents=False)
     calls = did.products.number + did.attention.number + did.plain.number + did.curved.number
     return timed(transformer_step(SMALL, own), mesh, 3 * repeats, 2) / calls
@@ -141,20 +140,13 @@ def matmuls(mesh, dtype: str, repeats: int, shapes: Sequence) -> tuple[float, Po
     return 1 / rate, [(nbytes, call + memory * nbytes) for _, nbytes, _ in rows]
 
 
-def alone(mesh, dtype: str, repeats: int) -> float:
-    """Return the FLOPs/s of one rank while the others wait for it."""
+def alone(mesh, own, dtype: str, repeats: int) -> float:
+    """Return the FLOPs/s of the first rank on its `own` mesh while the others wait for it; theirs are 0."""
     B, D, F_ = SHAPES[4]
     a, b = torch.randn(B, D).to(DTYPES[dtype]), torch.randn(D, F_).to(DTYPES[dtype])
-    seconds = 0.0
-    if mesh.rank == 0:
-        found = []
-        for _ in range(repeats + 2):
-            start = perf_counter()
-            torch.mm(a, b)
-            found.append(perf_counter() - start)
-        seconds = lower_quartile(found)
+    rate = 2 * B * D * F_ / timed(lambda: torch.mm(a, b), own, repeats) if mesh.rank == 0 else 0.0
     barrier(mesh)
-    return 2 * B * D * F_ / seconds if seconds else 0.0
+    return rate
 
 
 def attention(mesh, dtype: str, repeats: int) -> float:

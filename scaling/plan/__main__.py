@@ -198,26 +198,28 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     best, done = found[0], found[0].fits
     budget = Budget(args.tokens, args.mfu, args.price)
-    out: Any = as_dict(found, budget, args.top) if args.json else text(found, budget, args.top)
+    parts: dict[str, Any] = {}
     if args.explain and done:
-        more: Any = explain.as_dict(found, budget) if args.json else explain.text(found, budget)
-        out = out | {"explained": more} if args.json else f"{out}\n\n{more}"
+        parts["explained"] = explain.as_dict(found, budget) if args.json else explain.text(found, budget)
     if args.failures and done:
         state = (job.param_bytes + job.optimizer_bytes) * job.work.params / args.chips
         broken = failures.of_job(args.chips, args.save or failures.save_seconds(state), args.mtbf, 60 * args.restart)
         days = whole_runs(best, budget)["forecast"]["days"]
-        lost: Any = failures.as_dict(broken, days) if args.json else failures.failure_lines(broken, days)
-        out = out | {"failures": lost} if args.json else f"{out}\n\n" + folded(lost)
+        lost = failures.as_dict(broken, days) if args.json else folded(failures.failure_lines(broken, days))
+        parts["failures"] = lost
     if args.run and done:
         from scaling.plan.own_run import own_run  # it counts the run's own step, which takes torch
 
         said = own_run(job, hardware, args.chips, best.layout, args.model, args.explain, fixed)
         shown = (fold_command(line) if line.lstrip().startswith("python ") else folded([line]) for line in said)
-        out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(shown)
+        parts["run"] = said if args.json else "\n".join(shown)
     if args.svg and done:
         title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"
         Path(args.svg).write_text(one_layer.svg_of(one_layer.layer_passes(best), title), encoding="utf-8")
-    print(json.dumps(out, indent=1) if args.json else out)
+    if args.json:
+        print(json.dumps(as_dict(found, budget, args.top) | parts, indent=1))
+    else:
+        print("\n\n".join([text(found, budget, args.top), *parts.values()]))
     return int(not done)
 
 

@@ -24,22 +24,23 @@ TILE = 128  # rows of a tile of a grouped product
 LOGITS = 16  # bytes per logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
 
 
+def busy_links(timed: Sequence[tuple[Entry, Amount]]) -> list[Amount]:
+    """Return the seconds for which each kind of link is busy, given the seconds of each entry's collectives."""
+    found: list[Amount] = [0.0] * LINKS
+    for entry, seconds in timed:
+        found = [before + load * seconds for before, load in zip(found, entry.over.links, strict=True)]
+    return found
+
+
 def step_bounds(job: Job, c: Compute, entries: Sequence[Entry], microbatches: Amount) -> tuple[Amount, Amount]:
     """Return (the least seconds of a step, its seconds if nothing overlapped), with the bubble."""
-    links, everything = [[0.0] * LINKS, [0.0] * LINKS], [0.0, 0.0]  # forward, backward
-    for entry in entries:
-        each = entry.seconds
-        for way, count in enumerate(entry.ways):
-            seconds = count * each
-            everything[way] = everything[way] + seconds
-            for i, load in enumerate(entry.over.links):
-                links[way][i] = links[way][i] + load * seconds
-    total, worst = 0.0, 0.0
+    total, worst, each = 0.0, 0.0, [entry.seconds for entry in entries]
     for way, once in enumerate((c.forward, c.backward)):
-        math = microbatches * once
-        comms = np.maximum.reduce(links[way]) if job.overlap == "max" else everything[way]
+        timed = [(entry, entry.ways[way] * seconds) for entry, seconds in zip(entries, each, strict=True)]
+        math, everything = microbatches * once, sum(seconds for _, seconds in timed)
+        comms = np.maximum.reduce(busy_links(timed)) if job.overlap == "max" else everything
         total = total + (math + comms if job.overlap == "none" else np.maximum(math, comms))
-        worst = worst + math + everything[way]
+        worst = worst + math + everything
     return total * c.fill, worst * c.fill
 
 
@@ -114,33 +115,29 @@ def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: Sequence[Entr
     memory = between + logits / bandwidth
     again = c.again[0] * (np.maximum(linear, reads) + between) + c.again[1] * attention
 
-    waits, taken, loads, once = [0.0, 0.0], [0.0, 0.0], [[0.0] * LINKS, [0.0] * LINKS], [[0.0] * LINKS, [0.0] * LINKS]
-    for entry in entries:
-        each = entry.over.forecast(entry.nbytes, rate)
-        for way, count in enumerate(entry.ways):
-            seconds = count * each if entry.kind == "step" else count * each / M
-            if entry.kind == "critical":
-                behind = entry.hides(chip, l)
-                waits[way] = waits[way] + (1 - behind) * seconds
-                taken[way] = taken[way] + rate.cores * behind * seconds
-            elif entry.kind == "ahead":
-                taken[way] = taken[way] + rate.cores * seconds
-            into = once if entry.kind == "step" else loads
-            for i, load in enumerate(entry.over.links):
-                into[way][i] = into[way][i] + load * seconds
-    exposed, late = 0.0, 0.0
+    critical, exposed, late = 0.0, 0.0, 0.0
+    hides = [entry.hides(chip, l) if entry.kind == "critical" else 1.0 for entry in entries]
+    each = [entry.over.forecast(entry.nbytes, rate) for entry in entries]
     for way, computing in enumerate((forward + attention + memory, backward + 2 * (attention + memory) + again)):
-        busy = computing + taken[way]
-        pace = np.maximum(busy + waits[way], np.maximum.reduce(loads[way]))
-        exposed = exposed + pace - busy - waits[way]
+        layers, once, waits = [], [], 0.0  # of a microbatch, of a step; what a microbatch waits for
+        for entry, seconds, behind in zip(entries, each, hides, strict=True):
+            if entry.kind == "step":
+                once.append((entry, entry.ways[way] * seconds))
+                continue
+            layers.append((entry, seconds := entry.ways[way] * seconds / M))
+            if entry.kind != "hop":  # what runs behind computing takes cores from it
+                waits = waits + (1 - behind + rate.cores * behind) * seconds
+        loads, working = busy_links(layers), computing + waits
+        pace = np.maximum(working, np.maximum.reduce(loads))
+        critical, exposed = critical + waits, exposed + pace - working
         late = late + np.maximum.reduce([
-            np.maximum(0.0, each - (pace - load)) for each, load in zip(once[way], loads[way], strict=True)
+            np.maximum(0.0, busy - (pace - load)) for busy, load in zip(busy_links(once), loads, strict=True)
         ])  # fmt: skip
     matmuls = forward + backward
-    work = M * (matmuls + 3 * (attention + memory) + again + sum(waits) + sum(taken) + exposed)
+    work = M * (matmuls + 3 * (attention + memory) + again + critical + exposed)
     update = 2 * own.optimizer + (2 * own.params + own.grads) * own.shares
     return StepParts(
-        M * matmuls, 3 * M * attention, 3 * M * memory, M * again, M * (sum(waits) + sum(taken)), M * exposed,
+        M * matmuls, 3 * M * attention, 3 * M * memory, M * again, M * critical, M * exposed,
         (work + late) * (c.fill - 1), late, update / bandwidth,
     )  # fmt: skip
 

@@ -1,10 +1,11 @@
 """The reasons for a layout: one layer in time, the alternatives, and what would change the answer."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from textwrap import wrap
+from typing import NamedTuple
 
-from scaling.common.console import table
+from scaling.common.console import significant, table
 from scaling.hardware import Chip
 from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate
@@ -17,23 +18,18 @@ SHARES = (1.0, 0.5, 0.25)  # shares of the memory that a layout may use, in the 
 WEIGHED = ("data", "fsdp", "pod")  # axes that move weights, whose bytes do not depend on the batch
 
 
-@dataclass(frozen=True)
-class ParetoPoint:
-    """A layout that no other beats in time, memory, chips and dollars at once."""
-
-    found: Estimate
-    days: float
-    dollars: float | None
-
-    @property
-    def costs(self) -> tuple[float, ...]:
-        """Seconds of a step, bytes of a chip, chips, dollars."""
-        return self.found.forecast, float(self.found.held.total), self.found.chips, self.dollars or 0.0
+def plan_costs(found: Estimate, budget: Budget) -> tuple[float, float, int, float]:
+    """Return the seconds of a step, the bytes of a chip, the chips, and the dollars of the run, 0 without a price."""
+    dollars = cost_of_run(found, found.forecast, budget)["dollars"]
+    return found.forecast, float(found.held.total), found.chips, dollars or 0.0
 
 
-def pareto_of_chips(asked: Question, budget: Budget) -> list[ParetoPoint]:
-    """Return the unbeaten layouts of half, as many and twice the chips, with all, half or a quarter of the memory."""
-    choices, chips = [], asked.chips
+def pareto_of_chips(asked: Question, budget: Budget) -> list[Estimate]:
+    """Return the layouts that no other beats in all its `plan_costs`, the most chips first.
+
+    They are of half, as many and twice the chips, with all, half or a quarter of the memory.
+    """
+    choices, chips = {}, asked.chips
     for n in filter(None, (2 * chips, chips, chips // 2)):
         for share in SHARES:
             less = replace(asked.job, headroom=asked.job.headroom * share)
@@ -42,28 +38,20 @@ def pareto_of_chips(asked: Question, budget: Budget) -> list[ParetoPoint]:
             except ValueError:
                 continue
             if found.fitting:
-                spent = cost_of_run(found[0], found[0].forecast, budget)
-                choices.append(ParetoPoint(found[0], spent["days"], spent["dollars"]))
+                choices.setdefault(plan_costs(found[0], budget), found[0])
 
-    def beats(a: ParetoPoint, b: ParetoPoint) -> bool:
-        return a.costs != b.costs and all(x <= y for x, y in zip(a.costs, b.costs, strict=True))
+    def is_beaten(one: tuple) -> bool:
+        return any(other != one and all(x <= y for x, y in zip(other, one, strict=True)) for other in choices)
 
-    kept = [one for one in choices if not any(beats(other, one) for other in choices)]
-    return sorted({one.costs: one for one in kept}.values(), key=lambda one: (-one.found.chips, one.costs[0]))
+    return [choices[one] for one in sorted(choices, key=lambda one: (-one[2], one[0])) if not is_beaten(one)]
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """The best layout after one part of the question is changed, or the reason that nothing fits then."""
 
     what: str
     found: Estimate | None
     why: str = ""
-
-    @property
-    def per_chip(self) -> float:
-        """Tokens per second and chip, 0 if nothing was found."""
-        return self.found.per_chip if self.found else 0.0
 
 
 def changes(asked: Question) -> Iterator[Change]:
@@ -77,18 +65,15 @@ def changes(asked: Question) -> Iterator[Change]:
             return Change(what, None, str(error))
         return Change(what, found[0]) if found.fitting else Change(what, None, "nothing fits")
 
-    for word, factor in (("half the batch", 0.5), ("twice the batch", 2)):
+    for word, factor in (("half", 0.5), ("twice", 2)):
         if (batch := int(job.batch * factor)) >= job.seq:
-            yield ask(word, job=replace(job, batch=batch))
+            yield ask(f"{word} the batch", job=replace(job, batch=batch))
+        if n := int(chips * factor):
+            yield ask(f"{word} the chips", chips=n)
+        yield ask(f"{word} the memory", chip=replace(chip, hbm_bytes=factor * chip.need("hbm_bytes")))
+        yield ask(f"links {word} as fast", chip=links(chip, factor))
     if 1 < 4 * job.seq <= job.batch:
         yield ask("sequences of 4 times the length", job=replace(job, seq=4 * job.seq))
-    yield ask("links half as fast", chip=links(chip, 0.5))
-    yield ask("links twice as fast", chip=links(chip, 2))
-    for word, factor in (("half the memory", 0.5), ("twice the memory", 2)):
-        yield ask(word, chip=replace(chip, hbm_bytes=factor * chip.need("hbm_bytes")))
-    for word, n in (("half the chips", chips // 2), ("twice the chips", 2 * chips)):
-        if n:
-            yield ask(word, chips=n)
     other = "bf16" if job.dtype == "fp8" else "fp8"
     if other in dict(chip.peaks):
         yield ask(f"matmuls in {other}", job=replace(job, dtype=other))
@@ -110,17 +95,12 @@ def break_evens(found: Estimate) -> list[str]:
             continue
         limits = [f"links {share:.2g} times as fast"]
         if axis in WEIGHED:
-            limits.append(f"batches of {size_of(share * found.job.batch)} tokens in as many microbatches")
+            limits.append(f"batches of {significant(share * found.job.batch)} tokens in as many microbatches")
         elif axis in ("tensor", "context"):
             limits.append(f"{AXIS_WORDS[axis]} {found.size(axis) / share:.3g} on the same links")
         word = "binds at" if share < 1 else "binds; it would not with"
         said.append(f"{AXIS_WORDS[axis]} {found.size(axis):,}, {share:.0%} of computing: {word} {', or '.join(limits)}")
     return said
-
-
-def size_of(tokens: float) -> str:
-    """Return a number of tokens in words, such as 4.19M."""
-    return f"{tokens / 1e6:,.3g}M" if tokens >= 1e6 else f"{tokens / 1e3:,.3g}k"
 
 
 def text(plans: Found, budget: Budget) -> str:
@@ -137,41 +117,40 @@ def text(plans: Found, budget: Budget) -> str:
         lines += ["At the peaks:", *(f"  {line}" for line in evens)]
     rows = []
     for one in pareto_of_chips(plans.question, budget):
-        each = one.found
-        rows.append(
-            (f"{each.chips:,}", described_layout(each), size(one.costs[1]), f"{each.forecast:.4g}", f"{one.days:,.3g}")
-        )
-        rows[-1] += (f"{one.dollars / 1e6:,.3g}M",) if one.dollars else ()
+        spent = cost_of_run(one, one.forecast, budget)
+        words = described_layout(one), size(float(one.held.total)), f"{one.forecast:.4g}", f"{spent['days']:,.3g}"
+        rows.append((f"{one.chips:,}", *words, *([significant(spent["dollars"])] if spent["dollars"] else [])))
     head = ["chips", "layout", "a chip holds", "step, s", "days", *(["dollars"] if rows[0][5:] else [])]
     lines += ["", "What else could be had: nothing beats these in time, memory, chips and dollars at once"]
     lines += [table(rows, head)]
     rows = [("as asked", described_layout(found), f"{found.mfu:.0%}", f"{found.per_chip:,.0f}")]
-    for change in changes(plans.question):
-        if (new := change.found) is None:
-            rows.append((change.what, "\n".join(wrap("none: " + change.why, LAYOUT)), "", ""))
-            continue
-        name = described_layout(new, "the same mesh" if new.layout.sizes == found.layout.sizes else new.name)
-        rows.append((change.what, name, f"{new.mfu:.0%}", f"{change.per_chip:,.0f}"))
+    for what, new, why in changes(plans.question):
+        name, reached = "\n".join(wrap(f"none: {why}", LAYOUT)), ("", "")
+        if new is not None:
+            name = described_layout(new, "the same mesh" if new.layout.sizes == found.layout.sizes else new.name)
+            reached = f"{new.mfu:.0%}", f"{new.per_chip:,.0f}"
+        rows.append((what, name, *reached))
     lines += ["", "What would change the answer"]
-    head = ["with", "the best layout", "MFU", "tokens/s a chip"]
-    lines += [table(rows, head)]
+    lines += [table(rows, ["with", "the best layout", "MFU", "tokens/s a chip"])]
     return folded(lines)
 
 
 def as_dict(plans: Found, budget: Budget) -> dict:
     """Return the explanation as data, in seconds and bytes."""
     found = plans[0]
-    out: dict = {"layer": [pass_dict(part) for part in layer_passes(found)]}
-    out["shares"] = dict(bottlenecks(found))
-    out["break_even"] = break_evens(found)
-    out["pareto"] = [
-        {"chips": one.found.chips, "name": one.found.name, "recipe": one.found.layout.recipe, "days": one.days,
-         "bytes": one.costs[1], "seconds": one.costs[0], "dollars": one.dollars}
-        for one in pareto_of_chips(plans.question, budget)
-    ]  # fmt: skip
-    out["changes"] = [
-        {"with": c.what, "name": c.found and c.found.name, "recipe": c.found and c.found.layout.recipe,
-         "seconds": c.found and c.found.forecast, "tokens_per_second_per_chip": c.per_chip, "why": c.why}
-        for c in changes(plans.question)
-    ]  # fmt: skip
-    return out
+
+    def described(one: Estimate | None) -> dict:
+        return {
+            "name": one and one.name, "recipe": one and one.layout.recipe, "seconds": one and one.forecast,
+            "bytes": one and float(one.held.total), "tokens_per_second_per_chip": one.per_chip if one else 0.0,
+        }  # fmt: skip
+
+    return {
+        "layer": [pass_dict(part) for part in layer_passes(found)], "shares": dict(bottlenecks(found)),
+        "break_even": break_evens(found),
+        "pareto": [
+            {"chips": one.chips} | described(one) | cost_of_run(one, one.forecast, budget)
+            for one in pareto_of_chips(plans.question, budget)
+        ],
+        "changes": [{"with": what, "why": why} | described(one) for what, one, why in changes(plans.question)],
+    }  # fmt: skip

@@ -30,6 +30,8 @@ WORDS = {
 }  # fmt: skip
 SHARDS = ("fsdp", "context", "expert")  # over which ZeRO-3 may shard weights
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "dualpipev")
+CODED = {"schedule": SCHEDULES, "remat": POLICIES, "reduce": REDUCES}  # words, which are numbers in columns
+ZEROS = 0, 1, 3
 SAVES = {
     "none": "nothing recomputed", "attention": "attention recomputed", "matmuls": "big matmuls saved",
     "block": "block checkpointing",
@@ -156,8 +158,7 @@ class Fixed:
         for axis, size in self.axes:
             one_of("mesh axis", axis, AXES)
             whole(**{axis: size})
-        words = ("remat", POLICIES), ("schedule", SCHEDULES), ("zero", (0, 1, 3)), ("reduce", REDUCES)
-        for name, allowed in words:
+        for name, allowed in {**CODED, "zero": ZEROS}.items():
             one_of(name, getattr(self, name), (None, *allowed))
 
 
@@ -203,8 +204,7 @@ class Layout:
         if isinstance(self.pod, np.ndarray):
             return
         whole(**{name: getattr(self, name) for name in (*AXES, "microbatches", "chunks")})
-        words = ("schedule", SCHEDULES), ("remat", POLICIES), ("reduce", REDUCES), ("zero", (0, 1, 3))
-        for name, allowed in words:
+        for name, allowed in {**CODED, "zero": ZEROS}.items():
             one_of(name, getattr(self, name), allowed)
         if self.fsdp > 1 and self.zero != 3:
             raise ValueError(f"fsdp = {self.fsdp} shards the params\n  fix: give zero=3, or put the chips on data")
@@ -268,9 +268,6 @@ class Layout:
         if self.zero == 3 and self.microbatches > 1:
             words.append(f"gradients scattered {'each time' if self.reduce == 'each' else 'once'}")
         return ", ".join(words)
-
-
-CODED = {"schedule": SCHEDULES, "remat": POLICIES, "reduce": REDUCES}  # words are numbers in columns
 
 
 def row(many: Layout, i: int) -> Layout:

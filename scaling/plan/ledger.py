@@ -138,30 +138,25 @@ def _live(l: Layout) -> Amount:
 
 @dataclass(frozen=True)
 class Entry:
-    """Collectives of one kind on the fullest stage in a step: `forward` and `backward` of them, with V = `nbytes` each.
+    """Collectives of one kind on the fullest stage in a step, with V = `nbytes` each.
 
     `axis`: the mesh axis to which they are charged; `lane`: the name of the lane that they run `over`. `kind`:
     "critical" if the layer waits for it; "ahead" for weights and their gradients, behind the layer's matmuls; "step"
-    once per step, behind one microbatch; "hop" between stages.
+    once per step, behind one microbatch; "hop" between stages. `ways`: their number in the forward and in the backward
+    pass.
     """
 
     axis: str
     lane: str
     kind: str
-    forward: Amount
-    backward: Amount
+    ways: tuple[Amount, Amount]
     nbytes: Amount
     over: Lane
 
     @property
     def moved(self) -> Amount:
         """Bytes V of all of them."""
-        return (self.forward + self.backward) * self.nbytes
-
-    @property
-    def ways(self) -> tuple[Amount, Amount]:
-        """The number of them in the forward and in the backward pass."""
-        return self.forward, self.backward
+        return sum(self.ways) * self.nbytes
 
     @property
     def seconds(self) -> Amount:
@@ -203,7 +198,7 @@ def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[E
     found = []
 
     def add(axis: str, lane: str, kind: str, forward: Amount, backward: Amount, nbytes: Amount):
-        found.append(Entry(axis, lane, kind, forward, backward, nbytes, lanes[lane]))
+        found.append(Entry(axis, lane, kind, (forward, backward), nbytes, lanes[lane]))
 
     hidden = act * c.tokens * w.D
     whole = act * c.tokens * l.context * w.exchanged * copied(w, l) / l.tensor

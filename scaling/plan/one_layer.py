@@ -116,7 +116,7 @@ def layer_passes(found: Estimate) -> tuple[Pass, ...]:
     sent, hidden, slower = {}, {}, [0.0, 0.0]
     for entry in found.entries:
         seconds, hides = float(entry.over.forecast(entry.nbytes, rate)), float(entry.hides(chip, l))
-        sent.setdefault((entry.lane, bool(entry.forward)), seconds)  # the layers' weights come before the vocabulary
+        sent.setdefault((entry.lane, bool(entry.ways[0])), seconds)  # the layers' weights come before the vocabulary
         hidden[entry.lane] = hides
         if entry.kind in ("critical", "ahead"):
             busy = rate.cores * seconds * (hides if entry.kind == "critical" else 1) / layers / l.microbatches

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from textwrap import wrap
 
-from scaling.common.console import significant, table
+from scaling.common.console import fold, significant, table
 from scaling.models.leaves import counted_without, uncomputed
 from scaling.plan import closed_form
 from scaling.plan.candidates import Found
@@ -57,9 +57,8 @@ def families(found: Found) -> Iterator[Estimate]:
 
 
 def bound_by(found: Estimate) -> str:
-    """Return what limits the bound: computing, or an axis's collectives."""
-    bound = found.cost.bound
-    return "compute" if bound == "compute" else f"{AXIS_WORDS[bound]} collectives"
+    """Return what limits the bound: "compute", or the axis whose collectives do."""
+    return AXIS_WORDS.get(found.cost.bound, "compute")
 
 
 def _notes(found: Estimate) -> list[str]:
@@ -122,15 +121,19 @@ def axis_table(found: Estimate) -> str:
     return table(rows, head, right=[False, True, False, True, True, True, True])
 
 
+def memory_dict(found: Estimate) -> dict[str, float]:
+    """Return a chip's bytes by kind, and in all."""
+    held = {name: float(value) for name, value in vars(found.held).items() if name != "shares"}
+    return held | {"total": float(found.held.total)}
+
+
 def memory_line(found: Estimate) -> str:
     """Return a chip's memory by kind, as a line."""
-    parts = [f"{name} {size(float(getattr(found.held, name)))}" for name in ("params", "grads", "optimizer")]
-    acts = [f"{name} {size(float(getattr(found.held, name)))}" for name in ("activations", "working")]
-    acts += (
-        [f"never at once {size(apart)}"] if (apart := float(found.held.apart)) > 0.01 * float(found.held.total) else []
-    )
-    acts += [f"reserved {size(kept)}"] if (kept := float(found.held.reserved)) else []
-    return f"Memory a chip: {', '.join([*parts, *acts])}; {size(float(found.held.total))} in all"
+    held = memory_dict(found)
+    least = {"apart": 0.01 * held["total"], "reserved": 0.0}
+    words = {"apart": "never at once", "total": "in all"}
+    parts = [f"{words.get(name, name)} {size(value)}" for name, value in held.items() if value > least.get(name, -1.0)]
+    return f"Memory a chip: {', '.join(parts)}"
 
 
 def bottlenecks(found: Estimate) -> list[tuple[str, float]]:
@@ -154,9 +157,8 @@ def comparison(found: list[Estimate]) -> str:
     """Return a table of several layouts."""
     rows = []
     for e in found:
-        bound = "compute" if e.cost.bound == "compute" else AXIS_WORDS[e.cost.bound]
         times = f"{e.forecast:.4g}", f"{e.bound:.4g}", f"{e.mfu:.0%}"
-        rows.append((described_layout(e), *times, bound, size(float(e.held.total))))
+        rows.append((described_layout(e), *times, bound_by(e), size(float(e.held.total))))
     head = ["layout", "forecast s", "bound s", "MFU", "bound by", "a chip holds"]
     return table(rows, head, right=[False, True, True, True, False, True])
 
@@ -187,8 +189,8 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
         "",
     ]
     lines += [
-        f"Bound:    {best.bound:.4g} s a step, MFU at most {best.mfu_limit:.0%}, set by {bound_by(best)}; "
-        f"{best.worst:.4g} s if nothing overlapped",
+        f"Bound:    {best.bound:.4g} s a step, MFU at most {best.mfu_limit:.0%}, set by {bound_by(best)}"
+        f"{' collectives' * (best.cost.bound != 'compute')}; {best.worst:.4g} s if nothing overlapped",
         f"Forecast: {best.forecast:.4g} s a step, MFU {best.mfu:.0%}, {best.per_chip:,.0f} tokens/s a chip",
         f"          {', '.join(f'{word} {share:.0%}' for word, share in bottlenecks(best) if share >= 0.005)}",
         f"          {error_line(job, chip)}",
@@ -208,12 +210,8 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
 
 
 def folded(lines: Iterable[str]) -> str:
-    """Return lines of at most 100 columns; longer ones continue below, indented by two more."""
-    short: list[str] = []
-    for line in "\n".join(lines).splitlines():
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        short += [line] if len(line) <= WIDTH else wrap(line, WIDTH, subsequent_indent=indent, drop_whitespace=True)
-    return "\n".join(short)
+    """Return lines of at most 100 columns; longer ones continue below."""
+    return fold("\n".join(lines), WIDTH)
 
 
 # --- As data
@@ -260,7 +258,6 @@ def plan_dict(found: Estimate) -> dict:
             name: {"over": lane.where, "ranks": lane.ranks, "bytes_per_second": 1 / lane.per_byte}
             for name, lane in found.network.lanes.items() if lane.ranks > 1
         },
-        "memory": {name: float(getattr(found.held, name)) for name in
-                   ("params", "grads", "optimizer", "activations", "working", "apart", "reserved", "total")},
+        "memory": memory_dict(found),
         "notes": _notes(found),
     }  # fmt: skip
