@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import einsum
@@ -64,11 +63,8 @@ def merged(params: dict, adapters: Mapping, lora: Lora, config: Config, specs: M
 
 def merged_layer(W: dict, adapters: Mapping, lines: Mapping[str, str], scale: float) -> dict:
     """Return the weights of one layer or a stack, W + s A B in place of each adapted W, by lines of `product_line`."""
-    return W | {name: _sum(lines[name], W[name], own, scale) for name, own in adapters.items()}
-
-
-def _sum(line: str, W: Tensor, own: Mapping[str, Tensor], scale: float) -> Tensor:
-    return torch.add(W, einsum(line, own["A"], own["B"]).to(W.dtype), alpha=scale)
+    products = {name: einsum(lines[name], own["A"], own["B"]).to(W[name].dtype) for name, own in adapters.items()}
+    return W | {name: torch.add(W[name], AB, alpha=scale) for name, AB in products.items()}
 
 
 def load(folder: "str | Path", config: Config) -> tuple[Lora, dict]:

@@ -189,10 +189,11 @@ def tokenizer_of(folder: "str | Path", vocabulary: int) -> Tokenizer:
     home = home_of(folder)
     if (home / FILE).is_file():
         by = _read(home / FILE)
-        if written_with(folder) not in (None, "", by.identity):
+        key, record = ("identity", RUN) if (folder / RUN).is_file() else (IDENTITY, "config.json")
+        if table_if_any(folder / record).get(key) not in (None, "", by.identity):
             raise ValueError(
                 f"{home / FILE}: is not the tokenizer that {folder} was written with\n  fix: copy that one there; or, "
-                f"if both make the same ids, take {' out of '.join(_record_of(folder))}"
+                f"if both make the same ids, take {key} out of {record}"
             )
         return checked_tokenizer(by, vocabulary, str(folder))
     if (folder / RUN).is_file():
@@ -203,17 +204,6 @@ def tokenizer_of(folder: "str | Path", vocabulary: int) -> Tokenizer:
         known = options.get("identity") == "bytes"  # older runs say "bytes" by default
         return ByteText() if known or vocabulary == BYTES else Unknown(folder)
     return ByteText() if vocabulary == BYTES else Unknown(folder)
-
-
-def written_with(folder: Path) -> str | None:
-    """Return the identity of the tokenizer that a run or an export was written with; None if it is not recorded."""
-    key, file = _record_of(folder)
-    return table_if_any(folder / file).get(key)
-
-
-def _record_of(folder: Path) -> tuple[str, str]:
-    """Return the key of the tokenizer's identity, and the file that has it."""
-    return ("identity", RUN) if (folder / RUN).is_file() else (IDENTITY, "config.json")
 
 
 def checked_tokenizer(by: Tokenizer, vocabulary: int, model: str) -> Tokenizer:

@@ -285,15 +285,12 @@ def lines_of(
     Gradients are unreduced over the `axes` that do not split them. For a `stack` over L all lines except `total` are
     lines of one layer.
     """
-    return [LeafLines(*each) for each in mesh.constant(_leaf_lines, tuple(stored), tuple(reduced), axes, stack)]
-
-
-def _leaf_lines(mesh, stored: tuple, reduced: tuple, axes: tuple, stack: bool) -> list[tuple[str, str, str, int]]:
-    """Return the lines of `lines_of` as tuples, which a compiler can keep."""
-    return [_lines_of_leaf(mesh, *each, axes, stack) for each in zip(stored, reduced, strict=True)]
+    each = zip(stored, reduced, strict=True)
+    return [LeafLines(*mesh.constant(_lines_of_leaf, *types, axes, stack)) for types in each]
 
 
 def _lines_of_leaf(mesh, stored: str, reduced: str, axes: tuple, stack: bool) -> tuple[str, str, str, int]:
+    """Return the fields of a leaf's LeafLines as a plain tuple, which a compiler can keep."""
     before, after = present(stored, mesh), present(reduced, mesh)
     used = parse(without(str(before), ("X", "Z")))
     over = [axis for axis in axes if mesh.sizes.get(axis, 1) > 1 and axis not in used.axes]

@@ -9,9 +9,9 @@ slots are zeros and are never run.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 from scaling.common.arguments import one_of
 from scaling.configs import Config
@@ -33,7 +33,7 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None, lora: Lora | No
         ShardingError: A Transformer cannot use an axis, or heads, features or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    found = _as_text(_specs(config, tuple(mesh_sizes(mesh).items()), zero))
+    found = deepcopy(_specs(config, tuple(mesh_sizes(mesh).items()), zero))  # which the caller may modify
     if lora is None:
         return found
     lora.check(config)
@@ -56,11 +56,6 @@ def grad_specs(config: Config, mesh, *, zero: int = 3) -> dict:
     """
     one_of("zero", zero, (0, 1, 2, 3))
     return specs(config, mesh, zero=3 if zero else 0)
-
-
-def _as_text(types: Any) -> Any:
-    """Return a fresh tree of texts, which the caller may modify."""
-    return {name: _as_text(each) for name, each in types.items()} if isinstance(types, dict) else str(types)
 
 
 @lru_cache(maxsize=256)
