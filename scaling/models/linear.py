@@ -112,10 +112,17 @@ def gate(O: Tensor, Z: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 def tail_before(tail: Tensor, width: int, mesh: Any) -> Tensor:
     """Return the tail of the rank before along C, and zeros before the first token."""
-    if (C := mesh.sizes.get("C", 1)) == 1:
+    if mesh.sizes.get("C", 1) == 1:
         return tail.new_zeros(len(tail), width - 1, *tail.shape[2:])
-    line = str(present("tail[B_PXZE, T_C, k_Y, c]", mesh))
-    return ppermute(line, tail.contiguous(), mesh, "C", [(c, c + 1) for c in range(C - 1)])
+    return handed_on("tail[B_PXZE, T_C, k_Y, c]", tail, mesh)
+
+
+def handed_on(type: str, x: Tensor, mesh: Any, back: bool = False) -> Tensor:
+    """Send x of this type to the next rank along C, or `back` to the one before; a rank that gets nothing has zeros."""
+    steps = [(c, c + 1) for c in range(mesh.sizes["C"] - 1)]
+    return ppermute(
+        str(present(type, mesh)), x.contiguous(), mesh, "C", [pair[::-1] for pair in steps] if back else steps
+    )
 
 
 def own_tokens(*arrays: Tensor | None) -> None:
@@ -136,10 +143,9 @@ def state_before(rule: tuple[Tensor, ...], starts: Tensor | None, mesh: Any) -> 
     _, last, _ = delta_rule(Q, K, F.pad(V, (0, h)), g, beta, first, starts)  # P: from the identity, V = 0
     R, P = (x.unsqueeze(1) for x in last.split([v, h], -1))
     S = S.unsqueeze(1)
-    line = str(present("S[B_PXZE, I_C, n_Y, j, v]", mesh))
     for _ in range(C - 1):
         S = R + einsum("P[B_PXZE, I_C, n_Y, h, j] * S[B_PXZE, I_C, n_Y, j, v] -> S[B_PXZE, I_C, n_Y, h, v]", P, S)
-        S = ppermute(line, S, mesh, "C", [(c, c + 1) for c in range(C - 1)])
+        S = handed_on("S[B_PXZE, I_C, n_Y, j, v]", S, mesh)
     return {"S": S.squeeze(1), "P": P}
 
 
@@ -179,20 +185,17 @@ def state_cotangent(dHeads: Tensor, s: dict, starts: Tensor | None, mesh: Any) -
         return dS
     r = delta_rule_backward(dHeads, dS, s["kept"], *s["rule"], starts=starts)[-1].unsqueeze(1)
     dS = dS.unsqueeze(1)
-    moved = str(present("dS[B_PXE, I_C, n_Y, j, v]", mesh))
     for _ in range(C - 1):
         line = "P[B_PXE, I_C, n_Y, j, h] * dS[B_PXE, I_C, n_Y, j, v] -> dS[B_PXE, I_C, n_Y, h, v]"
-        dS = ppermute(moved, r + einsum(line, s["P"], dS), mesh, "C", [(c + 1, c) for c in range(C - 1)])
+        dS = handed_on("dS[B_PXE, I_C, n_Y, j, v]", r + einsum(line, s["P"], dS), mesh, back=True)
     return dS.squeeze(1)
 
 
 def tail_added(dQKV: Tensor, at: Any) -> Tensor:
     """Split the tail off dQKV[B, w - 1 + T, k, c] and add it to the rank before; return dQKV[B_PXE, T_C, k_Y, c]."""
-    tail, C = at.config.linear.width - 1, at.mesh.sizes.get("C", 1)
+    tail = at.config.linear.width - 1
     dtail, dQKV = dQKV.split([tail, dQKV.shape[1] - tail], 1)
-    if C > 1:
-        perm = [(c + 1, c) for c in range(C - 1)]
+    if at.mesh.sizes.get("C", 1) > 1:
         dQKV = dQKV.clone()
-        line = str(present("dtail[B_PXE, T_C, k_Y, c]", at.mesh))
-        dQKV[:, -tail:] += ppermute(line, dtail.contiguous(), at.mesh, "C", perm)
+        dQKV[:, -tail:] += handed_on("dtail[B_PXE, T_C, k_Y, c]", dtail, at.mesh, back=True)
     return dQKV

@@ -153,8 +153,10 @@ def packed_leaves(W: Sequence[Tensor], lines: Sequence[LeafLines], mesh, small: 
     return mesh.lines[key]
 
 
-def gather_packed(W: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequence[LeafLines]) -> Packed:
-    """Start to gather a layer's leaves along X in one message."""
+def gather_packed(W: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequence[LeafLines]) -> "Packed | list":
+    """Start to gather a layer's leaves along X in one message, or one by one if `dims` is empty."""
+    if not dims:
+        return gather_leaves(W, mesh, lines)
     rows, sent = [], []
     for i, dim in dims.items():
         rows.append(W[i].flatten())
@@ -162,8 +164,10 @@ def gather_packed(W: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequen
     return Packed(all_gather("W[G_X, S] -> W[G, S]", torch.cat(rows)[None], mesh, async_op=True), W, sent, mesh)
 
 
-def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequence[LeafLines]) -> Packed:
-    """Start to reduce-scatter a layer's gradients along X in one message."""
+def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequence[LeafLines]) -> "Packed | list":
+    """Start to reduce-scatter a layer's gradients along X in one message, or one by one if `dims` is empty."""
+    if not dims:
+        return scatter_leaves(dW, mesh, lines)
     X, blocks, sent = mesh.sizes["X"], [], []
     for i, dim in dims.items():
         block = dW[i].unflatten(dim, (X, -1)).movedim(dim, 0)
@@ -208,11 +212,9 @@ class LayerStack:
         leaves, self.structure = optree.tree_flatten(held)
         layers = [*zip(*map(Tensor.unbind, leaves), strict=True)][start:][:count]
         self.first, self.below = first, below
-        small = step.limits.small
+        small, options = step.limits.small, step.options
         dims = packed_leaves(layers[0], self.lines, step.mesh, small)
-        gather = (
-            partial(gather_packed, dims=dims, lines=self.lines) if dims else partial(gather_leaves, lines=self.lines)
-        )
+        gather: Any = partial(gather_packed, dims=dims, lines=self.lines)
         paths = optree.tree_paths(held)
         self.trained: Any = self.structure
         trained, names = None, next(zip(*paths, strict=False))
@@ -226,18 +228,14 @@ class LayerStack:
         elif not any(map(attrgetter("gather"), self.lines)):
             gather = None  # every rank along X has whole layers
         gather_back = None
-        if step.options.precision:
+        if options.precision:
             given: Any = {"lines": self.lines, "step": step, "stack": stack}
             gather = partial(gather_scaled, **given)
-            gather_back = partial(gather_forms if step.options.remat == "block" else gather_scaled, back=True, **given)
-        reduce = (
-            partial(scatter_packed, dims=dims, lines=self.lines) if dims else partial(scatter_leaves, lines=self.lines)
-        )
-        shapes = [shape[1:] for shape in step.grad_shapes(stack)] if step.options.zero in (1, 2) else None
-        options = step.options
-        on_tape = step.backward and options.remat != "block" and "router" in held  # experts keep their weights there
-        on_tape = on_tape and not options.precision
-        keeps = options.keep_weights or on_tape
+            gather_back = partial(gather_forms if options.remat == "block" else gather_scaled, back=True, **given)
+        reduce = partial(scatter_packed, dims=dims, lines=self.lines)
+        shapes = [shape[1:] for shape in step.grad_shapes(stack)] if options.zero in (1, 2) else None
+        on_tape = step.backward and "router" in held and options.remat != "block" and not options.precision
+        keeps = options.keep_weights or on_tape  # experts keep their weights on the tape
         self.engine = Layers(
             layers, step.mesh, gather, reduce, names=names, keep_weights=keeps, late=late, dtype=step.sums, out=out,
             shapes=shapes, trained=trained, gather_back=gather_back, each=step.each,
