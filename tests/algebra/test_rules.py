@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch  # noqa: F401  of a line below
 from array_types import meta, types
-from refused import evaluated, refused
+from refused import evaluated, named, refused
 
 from scaling import collectives as c
 from scaling.algebra import matmul  # noqa: F401  of a line below
@@ -147,23 +147,31 @@ def test_a_line_is_refused_or_has_the_shape_of_its_type_and_a_legal_transpose(ki
             assert back.axes == step.axes
 
 
-NO_PRODUCTS = {
-    "A[I, J_X] * B[J, K] -> C[I, K]": ["case 2", "dim J is split over X in one operand and not at all in the other"],
-    "A[I, J] * B[J_X, K] -> C[I, K]": ["case 2", "dim J is split not at all in one operand and over X in the other"],
-    "A[I, J_X] * B[J_Y, K] -> C[I, K]": ["case 2", "over X in one operand and over Y in the other"],
-    "A[I, J_X] * B[J_X, K] -> C[I, K]": ["case 3", "fix: write C[I, K] {U_X}, then reduce_scatter or all_reduce"],
-    "A[I, J_XY] * B[J_XY, K] -> C[I, K] {U_X}": ["case 3", "along Y", "write C[I, K] {U_XY}"],
-    "A[I_X, J] * B[J, K_X] -> C[I_X, K]": ["case 4", "two dims of the operands are split over X"],
-    "A[I_X, J] * B[J, K_X] -> C[I, K]": ["case 4", "diagonal blocks", "fix: all_gather one operand over X first"],
-    "A[I, J] {U_X} * B[J, K] -> C[I, K]": ["a product with a partial sum is a partial sum", "write C[I, K] {U_X}"],
-    "A[I, J] {U_X} * B[J, K] {U_X} -> C[I, K] {U_X}": ["a product of sums is not the sum of the products"],
-    "A[I, J] {U_X} * B[J, K_X] -> C[I, K_X]": ["one operand is unreduced over X, over which the other is split"],
-    "A[I, J] * B[J, K] -> C[I, K] {U_X}": ["the product of these operands is C[I, K]", "einsum sends nothing"],
-    "A[I_X, J] * B[J, K] -> C[I, K]": ["the product of these operands is C[I_X, K]"],
-    "A[I, J] * B[J, K] -> C[I, M]": ["dim M is in no operand"],
-    "A[I, J] *_K B[J, K] -> C[I, K]": ["*_K says that K is contracted"],
-    "A[I] * B[I] * C[I] -> D[I]": ["einsum multiplies two operands at a time"],
-}
+NO_PRODUCTS = named(
+    """
+line                                            words
+A[I, J_X] * B[J, K] -> C[I, K]
+    ["case 2", "dim J is split over X in one operand and not at all in the other"]
+A[I, J] * B[J_X, K] -> C[I, K]
+    ["case 2", "dim J is split not at all in one operand and over X in the other"]
+A[I, J_X] * B[J_Y, K] -> C[I, K]                ["case 2", "over X in one operand and over Y in the other"]
+A[I, J_X] * B[J_X, K] -> C[I, K]
+    ["case 3", "fix: write C[I, K] {U_X}, then reduce_scatter or all_reduce"]
+A[I, J_XY] * B[J_XY, K] -> C[I, K] {U_X}        ["case 3", "along Y", "write C[I, K] {U_XY}"]
+A[I_X, J] * B[J, K_X] -> C[I_X, K]              ["case 4", "two dims of the operands are split over X"]
+A[I_X, J] * B[J, K_X] -> C[I, K]
+    ["case 4", "diagonal blocks", "fix: all_gather one operand over X first"]
+A[I, J] {U_X} * B[J, K] -> C[I, K]              ["a product with a partial sum is a partial sum", "write C[I, K] {U_X}"]
+A[I, J] {U_X} * B[J, K] {U_X} -> C[I, K] {U_X}  ["a product of sums is not the sum of the products"]
+A[I, J] {U_X} * B[J, K_X] -> C[I, K_X]          ["one operand is unreduced over X, over which the other is split"]
+A[I, J] * B[J, K] -> C[I, K] {U_X}              ["the product of these operands is C[I, K]", "einsum sends nothing"]
+A[I_X, J] * B[J, K] -> C[I, K]                  ["the product of these operands is C[I_X, K]"]
+A[I, J] * B[J, K] -> C[I, M]                    ["dim M is in no operand"]
+A[I, J] *_K B[J, K] -> C[I, K]                  ["*_K says that K is contracted"]
+A[I] * B[I] * C[I] -> D[I]                      ["einsum multiplies two operands at a time"]
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("line", NO_PRODUCTS)

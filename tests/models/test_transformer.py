@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from misuse import rooms
 from probes import shaken
-from refused import by_words, named, refused
+from refused import evaluated, named, refused
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import tree
@@ -249,20 +249,21 @@ schedule         ["gpipe"]
 """,
     globals(),
 )
+STEPS = """
+call                                                          words of its error
+on_mesh(config=SMALL.with_(dropout=0.5), seed="3")
+on_mesh(config=SMALL.with_(dropout=0.5), seed=None)
+on_mesh(config=SMALL.with_(attention_dropout=0.5))
+on_mesh(config=SMALL.with_(L=1))                              has the shape (1,
+on_mesh(PARAMS | {"norm": PARAMS["norm"].bfloat16()})         params["norm"]
+on_mesh(targets=TOKENS)                                       targets
+on_mesh(targets=TARGETS + 99 * (TARGETS == 2))                targets must lie in 0..49
+by_torch_func(TARGETS + 99 * (TARGETS == 2))                  found 101
+strategy.shard(PARAMS | {"norm": PARAMS["norm"][:4]}, SMALL, Mesh({"X": 1}))
+"""
 test_a_step_on_a_mesh = refused(
     {f"{n} {i}": partial(on_mesh, **{n: x}) for n, some in (WRONG | OPTIONS).items() for i, x in enumerate(some)}
-    | {f"seed={seed}": partial(on_mesh, config=SMALL.with_(dropout=0.5), seed=seed) for seed in ("3", None)}
-    | {"training does not drop weights of attention": partial(on_mesh, config=SMALL.with_(attention_dropout=0.5))}
-    | by_words(
-        {
-            "has the shape (1, ": partial(on_mesh, config=SMALL.with_(L=1)),
-            'params["norm"]': partial(on_mesh, PARAMS | {"norm": PARAMS["norm"].bfloat16()}),
-            "targets": partial(on_mesh, targets=TOKENS),
-            "targets must lie in 0..49": partial(on_mesh, targets=TARGETS + 99 * (TARGETS == 2)),
-            "found 101": lambda: by_torch_func(TARGETS + 99 * (TARGETS == 2)),
-        }
-    )
-    | {"a leaf to shard": lambda: strategy.shard(PARAMS | {"norm": PARAMS["norm"][:4]}, SMALL, Mesh({"X": 1}))}
+    | evaluated(STEPS, globals())
 )
 
 
@@ -283,23 +284,24 @@ def test_weights_of_other_dtypes_are_right_and_targets_outside_the_vocabulary_wh
 
 DYNAMIC = RopeScaling("dynamic", 2.0)
 Q, K = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 2, 4)
+ON_ONE = """
+call                                                        words of its error
+on_one(SMALL.with_(L=1))
+transformer.init(SMALL, "3")
+transformer.init(SMALL, None)
+sdpa(Q, K, K)                                               must divide N=3
+dot_product_attention(Q, K, K)                              must divide N=3
+transformer.loss(PARAMS, TOKENS, targets=TOKENS[:, :3])     targets must be
+transformer.loss(PARAMS, TOKENS[:, :1])                     hold no next token
+transformer.forward(PARAMS, TOKENS, "all")                  remat = 'all': one of 'none'
+transformer.forward(transformer.init(EXPERTS), TOKENS)      give config=
+on_one(SMALL.with_(rope_scaling=DYNAMIC))                   rope_scaling of type 'dynamic'
+rope.frequencies(8, 1e4, DYNAMIC)
+    'dynamic' is not computed here; linear, llama3, yarn, longrope are
+transformer.init(FIRST.with_(dense_layers=3))               without layers with experts
+transformer.init(SMALL, dtype=torch.int32)                  floats
+"""
 test_what_one_device_does_not_compute = refused(
     {f"{name} {i}": partial(on_one, **{name: x}) for name, values in WRONG.items() for i, x in enumerate(values)}
-    | {"other layers": partial(on_one, SMALL.with_(L=1))}
-    | {f"init {seed}": lambda seed=seed: transformer.init(SMALL, seed) for seed in ("3", None)}
-    | {f.__name__: (partial(f, Q, K, K), "must divide N=3") for f in (sdpa, dot_product_attention)}
-    | by_words(
-        {
-            "targets must be": lambda: transformer.loss(PARAMS, TOKENS, targets=TOKENS[:, :3]),
-            "hold no next token": lambda: transformer.loss(PARAMS, TOKENS[:, :1]),
-            "remat = 'all': one of 'none'": lambda: transformer.forward(PARAMS, TOKENS, "all"),
-            "give config=": lambda: transformer.forward(transformer.init(EXPERTS), TOKENS),
-            "rope_scaling of type 'dynamic'": partial(on_one, SMALL.with_(rope_scaling=DYNAMIC)),
-            "'dynamic' is not computed here; linear, llama3, yarn, longrope are": partial(
-                rope.frequencies, 8, 1e4, DYNAMIC
-            ),
-            "without layers with experts": lambda: transformer.init(FIRST.with_(dense_layers=3)),
-            "floats": lambda: transformer.init(SMALL, dtype=torch.int32),
-        }
-    )
+    | evaluated(ON_ONE, globals())
 )

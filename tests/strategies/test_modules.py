@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from machine import on_ranks
-from refused import evaluated, pairs, refused
+from refused import evaluated, named, pairs, refused
 from torch import nn
 from torch.func import functional_call, grad
 
@@ -22,11 +22,29 @@ B = 4  # rows
 FLAT, SEQ = (B, 6), (B, 3, 6)
 IMAGES = {"1d": (B, 3, 8), "2d": (B, 3, 8, 8), "3d": (B, 3, 8, 8, 8)}
 NOT_CALLED = "Module Container Sequential ModuleList ModuleDict ParameterList ParameterDict".split()  # noqa: SIM905
-OF_IMAGES = {  # arguments, by the beginning of a module's name that ends in 1d, 2d or 3d
-    "Conv": (3, 4, 3), "MaxPool": (2,), "AvgPool": (2,), "Adaptive": (2,), "LPPool": (2, 2), "BatchNorm": (3,),
-    "InstanceNorm": (3,), "Reflection": (1,), "Replication": (1,), "Zero": (1,), "Constant": (1, 0.5), "Circular": (1,),
-    "Upsampling": (16,), "Dropout": (), "Softmax": (), "CrossMapLRN": (2,),
-}  # fmt: skip
+# arguments, by the beginning of a module's name that ends in 1d, 2d or 3d
+OF_IMAGES = named(
+    """
+name begins with  arguments
+Conv          (3, 4, 3)
+MaxPool       (2,)
+AvgPool       (2,)
+Adaptive      (2,)
+LPPool        (2, 2)
+BatchNorm     (3,)
+InstanceNorm  (3,)
+Reflection    (1,)
+Replication   (1,)
+Zero          (1,)
+Constant      (1, 0.5)
+Circular      (1,)
+Upsampling    (16,)
+Dropout       ()
+Softmax       ()
+CrossMapLRN   (2,)
+""",
+    globals(),
+)
 # names: arguments, shapes of the operands; an int n: indices below n
 TABLE = """
 Softmax Softmin LogSoftmax: (1,), FLAT

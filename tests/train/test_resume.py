@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from machine import ended
+from refused import pairs
 from runs import SMALL, losses, records, refusal, train, tree_of, write_text
 
 from scaling.configs import get
@@ -20,36 +21,38 @@ from scaling.train import batches, command, dcp
 from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES
 
-WRONG = {  # flags: words of the refusal, by whoever finds it
-    "--seed 5": "was begun with --seed 0, not 5",
-    "--seed 5 --lr 0.5": "--seed 0, not 5",
-    "--optimizer muon": "--optimizer adamw, not muon",
-    "--dtype fp64": "--dtype fp32, not fp64",
-    "--seq 8": "--seq 16, not 8",
-    "--seq 8 --dtype bf16": "--dtype fp32, not bf16; with --seq 16, not 8",
-    "--model other.toml": "another model than other: L 1, not 2",
-    "--model tiny": "another model than tiny: ",
-    "--data large.npy": "other data: large.npy has changed (",
-    "--data short.txt --lr 0.5": "--new-data if these data are meant",
-    "--data text.txt,text.txt": "other data: 1 sources, not 2",
-    "--data large.npy --new-data": "token 299 lies outside the vocabulary",
-    "--data short.txt --new-data": "hold no sequence of 16",
-    "--data nowhere.txt": "no such file",
-    "--data text.txt:0,short.txt": "is not above 0",
-    "--tokenizer nowhere.json": "no such file",
-    "--steps 2": "is at step 2 of 2",
-    "--mesh Q=2": "splits nothing",
-    "--mesh Y=3": "KV heads over Y=3",
-    "--batch 3 --microbatches 2": "microbatches",
-    "--chip nowhere.toml": "nowhere.toml",
-    "--plan": "needs to know the machine",
-    "--lr -1": "",
-    **({} if torch.cuda.is_available() else {"--device cuda": "torch finds no GPU here"}),
-    "--data negative.npy --new-data": "holds the id -1",
-    "--profile /dev/null/x": "",
-    "--no-such-flag": "",
-    "--no-eos --eos-id 0": "exclude each other",
-}
+# by whoever finds it
+WRONG = pairs("""
+flags                           words of the refusal
+--seed 5                        was begun with --seed 0, not 5
+--seed 5 --lr 0.5               --seed 0, not 5
+--optimizer muon                --optimizer adamw, not muon
+--dtype fp64                    --dtype fp32, not fp64
+--seq 8                         --seq 16, not 8
+--seq 8 --dtype bf16            --dtype fp32, not bf16; with --seq 16, not 8
+--model other.toml              another model than other: L 1, not 2
+--model tiny                    another model than tiny:
+--data large.npy                other data: large.npy has changed (
+--data short.txt --lr 0.5       --new-data if these data are meant
+--data text.txt,text.txt        other data: 1 sources, not 2
+--data large.npy --new-data     token 299 lies outside the vocabulary
+--data short.txt --new-data     hold no sequence of 16
+--data nowhere.txt              no such file
+--data text.txt:0,short.txt     is not above 0
+--tokenizer nowhere.json        no such file
+--steps 2                       is at step 2 of 2
+--mesh Q=2                      splits nothing
+--mesh Y=3                      KV heads over Y=3
+--batch 3 --microbatches 2      microbatches
+--chip nowhere.toml             nowhere.toml
+--plan                          needs to know the machine
+--lr -1
+--data negative.npy --new-data  holds the id -1
+--profile /dev/null/x
+--no-such-flag
+--no-eos --eos-id 0             exclude each other
+""")
+WRONG |= {} if torch.cuda.is_available() else {"--device cuda": "torch finds no GPU here"}
 
 
 def test_a_refused_resume_leaves_the_folder_as_it_was(begun, capsys):
