@@ -274,8 +274,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if nothing fits."""
     parser = Parser(prog="python -m scaling.plan posttrain", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", required=True, help=HELP)
-    parser.add_argument("--chip", required=True, help=CHIPS)
-    parser.add_argument("--chips", required=True, type=integer(1), help="number of chips of both sides together")
+    parser.add_argument("--chip", "--gpu", required=True, help=CHIPS)
+    parser.add_argument(
+        "--chips", "--gpus", required=True, type=integer(1), help="number of chips of both sides together"
+    )
     parser.add_argument("--prompts", type=integer(1), default=64, help="prompts of a step (default 64)")
     parser.add_argument("--group", type=integer(1), default=8, help="answers to each prompt (default 8)")
     parser.add_argument("--prompt", type=whole_count, default=512, help="tokens of a prompt (default 512)")

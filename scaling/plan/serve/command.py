@@ -194,7 +194,7 @@ def main(arguments: list[str]) -> int:
         print(f"Of {waiting:,} requests {found[0].batch:,} fit at once in each replica; the others wait.\n")
     if not args.context and not args.prompt:
         print(f"Counted with {asked.context:,} tokens a sequence; give --context, or --prompt and --output.\n")
-    print(report.goals_text(goals) + report.text(found, args.objective, args.top, args.price, **fixed))
+    print(report.goals_text(goals) + report.text(found, best, args.objective, args.top, args.price, **fixed))
     if args.pareto:
         price = args.price or hardware.price
         print("\nLatency against throughput, as forecast:\n" + report.plan_table(report.front(found), price))

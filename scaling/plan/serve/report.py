@@ -30,15 +30,6 @@ def named_slices(one: ServingPlan) -> str:
     return f"{one.replicas:,} x {slice_name(one.shape)}" if one.replicas > 1 else slice_name(one.shape)
 
 
-def asked(service: Service, chip) -> str:
-    """Return the request as a line."""
-    within = f", {1e3 * service.latency:g} ms a step at most" if service.latency else ""
-    return (
-        f"{service.config.name} on {chip.name}: weights {service.weights}, KV cache {service.kv}, FLOPs in "
-        f"{service.compute}; context {service.context:,} ({service.prompt:,} + {service.generated:,}){within}"
-    )
-
-
 def _mesh(served: ServingPlan) -> str:
     return ", ".join(f"{axis} = {n}" for axis, n in served.sizes)
 
@@ -161,9 +152,10 @@ def others_than(best: ServingPlan, found: Sequence[ServingPlan], most: int) -> l
     return list(kept.values())[1 : most + 1]
 
 
-def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | None, **fixed) -> str:
-    """Return the report."""
-    best = recommended(found, objective, fixed.get("batch"))
+def text(
+    found: Sequence[ServingPlan], best: ServingPlan, objective: str, top: int, price: float | None, **fixed
+) -> str:
+    """Return the report on `best`, and on the first of the plans `found` if that is another one."""
     used = best.chips * best.replicas
     s, step, hbm, gpu = best.service, best.step, best.chip.need("hbm_bytes"), best.chip.kind == "gpu"
     parts = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
@@ -171,7 +163,10 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     dollars, likely = price or best.chip.price, best.likely
     place = "" if gpu and best.replicas == 1 else f"{named_slices(best)}, "
     spent = ", ".join(f"{name} {ms(part)}" for name, part in likely.parts.items() if part)
-    lines = [asked(s, best.chip), *counted_without(s.config), ""]
+    within = f", {1e3 * s.latency:g} ms a step at most" if s.latency else ""
+    asked = f"{s.config.name} on {best.chip.name}: weights {s.weights}, KV cache {s.kv}, FLOPs in {s.compute}; context "
+    asked += f"{s.context:,} ({s.prompt:,} + {s.generated:,}){within}"
+    lines = [asked, *counted_without(s.config), ""]
     if best is not found[0]:
         lines += ["Latency against throughput, as forecast (balanced: the fastest at half of the most tokens/s):"]
         names: dict[ServingPlan, list[str]] = {}
