@@ -13,12 +13,15 @@ the cache may depend on its input alone.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from scaling import tree
 from scaling.configs import Config
 from scaling.models.rope import table_kinds
 from scaling.serve import scheduler
@@ -228,6 +231,25 @@ def uploaded(numbers: Sequence, device: torch.device) -> Tensor:
     return torch.tensor(numbers).to(device, non_blocking=True)
 
 
+def by_length(lengths: Sequence[int], again: float) -> list[list[int]]:
+    """Split rows into groups of similar lengths, as lists of the rows' numbers; a step computes one group at a time.
+
+    Attention reads as many places for every row of a group as its longest row has. Each further group costs `again`,
+    the places whose bytes are as many as those of the weights, which are read once more. Rows are split only if this
+    halves what is read.
+    """
+
+    def split(rows: list[int]) -> list[list[int]]:
+        sizes = [lengths[row] for row in rows]
+        costs = [i * sizes[i - 1] + (len(rows) - i) * sizes[-1] for i in range(1, len(rows))]
+        if not costs or 2 * (min(costs) + 2 * again) > len(rows) * sizes[-1] + again:
+            return [rows]
+        cut = costs.index(min(costs)) + 1
+        return split(rows[:cut]) + split(rows[cut:])
+
+    return split(sorted(range(len(lengths)), key=lengths.__getitem__))
+
+
 NO_WORK = Work(Request(-1, (), 0), 0, (), (), False, slot=-1)
 
 
@@ -252,6 +274,7 @@ class PagedModel:
         self.device, self.page, self.groups, self.paged = plain_leaf(params).device, options.page, options.groups, paged
         self.group = share_of(ONE if mesh is None else mesh, form).group
         self.pools, self.states = dict[str, Steps](), paged and config.linear is not None
+        self.again: dict[str, float] = {}  # for each worker as in `by_length`
         self.windowed = paged and options.window is not None and any(config.windows)
         if self.windowed and (wider := [w for w in config.windows if w is not None and w > (options.window or 0)]):
             what = f"{config.name}: a window of {max(wider)} tokens, where layers keep the pages of {options.window}"
@@ -268,14 +291,26 @@ class PagedModel:
                 slots = init_cache(config, self.groups * (options.slots + 1), 1, mesh=mesh, dtype=dtype, form=form)
                 cache |= {name: slots[name] for name in ("S", "tail")}
             self.pools[worker] = Steps(params, config, cache, mesh, form, window_cache=window_cache, **steps)
+            places = [layer for kind in self.pools[worker].cache["KV"] for layer in kind]  # [pages, page, ...]
+            place = sum([layer.nbytes / (layer.shape[0] * layer.shape[1]) for layer in places])
+            self.again[worker] = sum([x.nbytes for x in tree.leaves(params)]) / place if places else inf
             params = self.pools[worker].params  # both workers' steps share the params that were laid out anew
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False, ids: Tensor | None = None) -> Tensor:
         """Write the works' tokens to the cache; return Logits[B, V] after each work's last token, B works.
 
         With `every`, return Logits[B, T, V] after all tokens. `ids`[B] on the device replace the works' first tokens.
+        Works whose rows have very different lengths are computed in several steps (`by_length`).
         """
-        pool = self.pools[worker]
+        pool, lengths = self.pools[worker], [work.start + len(work.tokens) for work in works]
+        if self.paged and len(groups := by_length(lengths, self.again[worker])) > 1:
+            T, parts = max(len(work.tokens) for work in works), []
+            for group in groups:
+                at = uploaded(group, self.device)
+                part = self.logits(worker, [works[i] for i in group], every, None if ids is None else ids[at])
+                parts.append(F.pad(part, (0, 0, 0, T - part.shape[1])) if every else part)
+            order = sorted(range(len(works)), key=[i for group in groups for i in group].__getitem__)
+            return torch.cat(parts)[uploaded(order, self.device)]
         height = max(sum(work.group == group for work in works) for group in range(self.groups))
         height = pool.rounded(height) if self.paged else len(pool.cache["lengths"]) // self.groups
         rows = [NO_WORK] * (height * self.groups)  # padding gives every group the same number of rows

@@ -24,7 +24,7 @@ from scaling.configs.attention import Linear
 from scaling.mesh import Mesh
 from scaling.models import hf, transformer
 from scaling.serve import fixed
-from scaling.serve.fixed import why_not
+from scaling.serve.fixed import by_length, why_not
 from scaling.serve.generate_command import arguments
 from scaling.serve.loading import served_by
 from scaling.serve.slots import Slots
@@ -255,6 +255,32 @@ def test_the_engine_and_generate(draft, monkeypatch):
     test_tokens.test_random_traces(draft, 7 if draft == "small" else None, test_tokens.RICH)
     test_tokens.test_generate(draft)
     assert len({key for shapes in made for key in shapes}) > 12
+
+
+GROUPS = """
+lengths                    again  groups
+[64] * 15 + [8192]         2600   [[*range(15)], [15]]
+[8192] + [64] * 15         2600   [[*range(1, 16)], [0]]
+# the weights take longer to read than what is saved
+[64] * 15 + [8192]         90000  [[*range(16)]]
+[64, 100, 128] * 5         0      [[*range(0, 15, 3), *range(1, 15, 3), *range(2, 15, 3)]]
+[10] * 9 + [100, 1000] * 4  0      [[*range(9)], [9, 11, 13, 15], [10, 12, 14, 16]]
+[7]                        0      [[0]]
+[7]                        inf    [[0]]
+"""
+
+
+@pytest.mark.parametrize(("lengths", "again", "groups"), read_table(GROUPS, {"inf": math.inf, "range": range}))
+def test_rows_are_split_by_length_where_that_halves_what_is_read(lengths, again, groups):
+    assert by_length(lengths, again) == groups
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_rows_that_are_computed_in_several_steps(draft, monkeypatch):
+    monkeypatch.setattr(
+        fixed, "by_length", lambda lengths, _: [*filter(None, ([*range(len(lengths))][i::2] for i in (1, 0)))]
+    )
+    test_tokens.test_random_traces(draft, None, test_tokens.RICH)
 
 
 def test_what_is_not_captured_is_named():
