@@ -125,23 +125,30 @@ class StepProgram:
     step: CountedStep
     live: Mapping[str, LiveBytes]
 
-    def at(self, sizes: Mapping[str, Any], groups: Mapping[str, Any], held: Mapping[str, Any], fixed: str) -> Any:
+    def at(
+        self, sizes: Mapping[str, Any], groups: Mapping[str, Any], held: Mapping[str, Any], as_is: Sequence[str],
+        linear: str = "",
+    ) -> Any:  # fmt: skip
         """Return the CountedStep at these sizes.
 
         Args:
             sizes: The value of each symbol, a number or a column.
             groups: The sizes of the mesh's axes.
-            fixed: The axes whose sizes are not symbols; the bytes sent over them are the trace's.
             held: The values of symbols that have another value when live bytes are counted.
+            as_is: The operations for which the bytes sent, not V, are in the terms.
+            linear: A symbol in which the result is extrapolated, so that shares of it are not rounded.
         """
         at = Monomials(sizes)
         lines = {}
         for kind, calls in self.step.lines.items():
             n = prod(groups.get(axis, 1) for axis in kind.axes)
-            over, under = (1, 1) if {*kind.axes} <= {*fixed} else share_of_sent(kind.op, n)
+            over, under = (1, 1) if kind.op in as_is else share_of_sent(kind.op, n)
+            sent: Any = 0
             terms: Mapping = calls.sent.terms  # type: ignore[union-attr]
-            each = [(n, coefficient * at.of(monomial)) for (monomial, coefficient), n in terms.items()]
-            lines[kind] = Calls(calls.number, at.value(calls.amount), sum(n * (V * over // under) for n, V in each))
+            for (monomial, coefficient), number in terms.items():
+                V = coefficient * at.of(monomial) * over
+                sent += number * (V / under if linear in dict(monomial) else V // under)
+            lines[kind] = Calls(calls.number, at.value(calls.amount), sent)
         work: dict[str, Any] = {name: _at(getattr(self.step, name), at) for name in WORK}
         params, state = at.value(self.step.params), at.value(self.step.state)
         alive = Monomials({**sizes, **held}) if held else at

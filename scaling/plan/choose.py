@@ -171,7 +171,7 @@ def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, ch
                 break
             if reduce != settings.reduce and some.microbatches == 1:
                 continue  # which changes nothing
-            if (needed := dry.most_memory(some, sizes, backend, room)) <= room:
+            if (needed := dry.fullest(some, sizes, backend).memory) <= room:
                 shape = () if chip.measured or chip.kind != "tpu" else slice_shape(chip, AbstractMesh(sizes).size())
                 return MeshChoice(sizes, some, predict_transformer(some, sizes, chip, shape), needed)
             needs.append(needed)

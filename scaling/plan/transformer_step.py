@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class StepForecast:
 def predict_transformer(
     settings: Settings, sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = ()
 ) -> StepForecast:
-    """Price a Transformer's training step, stage by stage, for rows that are one document each.
+    """Price a Transformer's training step, stage by stage.
 
     Stages do the work of once per step, such as the optimizer's update, at the same time. An interleaved pipeline fills
     and drains by chunks. ZB-H1 and DualPipeV are priced as 1F1B, though they fill part of its idle time with gradients
@@ -45,14 +44,10 @@ def predict_transformer(
         ShardingError, ValueError: The arrays do not divide over the mesh, or the step does not fit.
     """
     Z, ranks, M = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.microbatches
-    chunks = chunks_on(settings, sizes)
-    # Microbatches from which on a step's work is linear in them; DualPipeV takes no fewer than 2 Z.
-    few, unit = (min(M, 2), 1) if chunks == 1 else (2 * Z if settings.pipeline == "dualpipev" else Z, Z)
 
-    def count_stage(z: int, microbatches: int) -> CountedStep:
-        rows = settings.batch // M  # as many in each microbatch
-        some = replace(settings, batch=rows * microbatches, microbatches=microbatches)
-        return step_by_symbols(some, sizes, dry.busiest(sizes, z), "abstract", documents=False, memory=False)
+    def count_stage(z: int, times: int = 1) -> CountedStep:
+        some = replace(settings, batch=times * settings.batch, microbatches=times * M)
+        return step_by_symbols(some, sizes, dry.busiest(sizes, z), "abstract", memory=False)
 
     def priced(step: CountedStep, on: Chip = chip) -> Prediction:
         return price(step, sizes, on, settings.dtype, shape)
@@ -61,7 +56,7 @@ def predict_transformer(
         return stage.total if chip.measured else stage.overlapped
 
     if Z == 1:
-        return StepForecast((whole := priced(count_stage(0, M)),), seconds(whole))
+        return StepForecast((whole := priced(count_stage(0)),), seconds(whole))
     one, all_ = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
     faster = max(1.0, min(Z, one.bandwidth / all_.bandwidth)) if one and all_ else 1.0
     kinds: dict[tuple, tuple] = {}  # of stages: whether first, whether last, and the number of empty slots
@@ -70,17 +65,15 @@ def predict_transformer(
         own = slots[z * len(slots) // Z : (z + 1) * len(slots) // Z]
         kind = z == 0, z == Z - 1, own.count(-1)
         if kind not in kinds:
-            less, more = count_stage(z, few), count_stage(z, few + unit)
-            first, rest = Fraction(few, unit), Fraction(M - few, unit)
-            whole = weighted_sum([(1 - rest, less), (rest, more)])
-            each = weighted_sum([(first + rest, more), (-first - rest, less)])  # a step's work per microbatch
-            once = weighted_sum([(1 + first, less), (-first, more)])  # and its work once
+            whole, twice = count_stage(z), count_stage(z, 2)
+            each = weighted_sum([(1, twice), (-1, whole)])  # the work of all microbatches
+            once = weighted_sum([(2, whole), (-1, twice)])  # and the step's work once
             beside = priced(each)
             alone = beside.own / faster + sum(t for t in priced(each, others_idle(chip)).comms.values())
             kinds[kind] = priced(whole), seconds(beside), alone, seconds(priced(once))
         stages.append(kinds[kind])
     whole, beside, alone, once = zip(*stages, strict=True)
-    turns = M * chunks if settings.pipeline.startswith("interleaved") else M
+    turns = M * chunks_on(settings, sizes) if settings.pipeline.startswith("interleaved") else M
     return StepForecast(whole, pipelined(beside, turns, alone) + max(once))
 
 

@@ -12,6 +12,7 @@ do not change.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -72,11 +73,14 @@ class Event:
     perm: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        over = "_" + format_axes(self.axes) if self.axes else ""
-        if self.op == "Einsum":
-            operands = self.before if isinstance(self.before, tuple) else (self.before,)
-            return f"{self.after} = " + " * ".join(map(str, operands))
-        return f"{self.after} = {self.op}{over}({self.before})"
+        return _text(self.op, self.axes, self.before, self.after)
+
+
+@lru_cache(maxsize=4096)
+def _text(op: str, axes: tuple[str, ...], before: "Spec | tuple[Spec, ...]", after: Spec) -> str:
+    if op == "Einsum":
+        return f"{after} = " + " * ".join(map(str, before if isinstance(before, tuple) else (before,)))
+    return f"{after} = {op}{'_' + format_axes(axes) if axes else ''}({before})"
 
 
 @dataclass

@@ -107,6 +107,10 @@ class _Watch(TorchDispatchMode):
 
     only_looks = True  # lets collectives run in the same way as without the mode
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap each call otherwise, which takes long
+
     def __init__(self, memory: PeakMemory, saw: Callable | None):
         super().__init__()
         self.memory, self.saw, self.seen = memory, saw, {}

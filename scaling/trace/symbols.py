@@ -34,9 +34,9 @@ class Symbols:
     known: dict[int, Polynomial] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def collide(self) -> bool:
-        """Whether a sum is also a product of the sizes."""
-        return any(self._factored(size) for _, size in self.sums)
+    def collide(self) -> list[str]:
+        """The sums that are also products of the sizes."""
+        return [name for name, size in self.sums if self._factored(size)]
 
     def monomial(self, n: int) -> Polynomial:
         """Return a number as a monomial with its coefficient.
@@ -46,7 +46,7 @@ class Symbols:
         """
         if n not in self.known:
             if self.collide:
-                raise NotMonomial(f"one of {self.sums} is also a product of the sizes {self.sizes}")
+                raise NotMonomial(f"{self.collide} of {self.sums} are also products of the sizes {self.sizes}")
             found = self._factored(n) if n else (Fraction(0), ())
             for name, size in self.sums if found is None else ():
                 if n % size == 0 and (rest := self._factored(n // size)):
@@ -113,22 +113,30 @@ class LiveSymbols(PeakMemory):
     alive: list[float] = field(default_factory=list)
     rows: dict[str, list[list[float]]] = field(default_factory=dict)
     error: NotMonomial | None = None
+    _known: dict[int, tuple[int, float]] = field(default_factory=dict)  # by bytes: column and coefficient
     _line: tuple[int, str] = (0, "")
+    _grew: bool = True
 
     def add(self, nbytes: int) -> None:
         """Add bytes that are now alive; a negative number frees them."""
         super().add(nbytes)
-        try:
-            monomial, coefficient = self.symbols.monomial(abs(nbytes)).single
-        except NotMonomial as error:
-            self.error = self.error or error
-            return
-        if (column := self.columns.setdefault(monomial, len(self.columns))) == len(self.alive):
-            self.alive.append(0.0)
-        self.alive[column] += float(coefficient) if nbytes > 0 else -float(coefficient)
+        self._grew = self._grew or nbytes > 0
+        if (size := abs(nbytes)) not in self._known:
+            try:
+                monomial, coefficient = self.symbols.monomial(size).single
+            except NotMonomial as error:
+                self.error = self.error or error
+                return
+            if (column := self.columns.setdefault(monomial, len(self.columns))) == len(self.alive):
+                self.alive.append(0.0)
+            self._known[size] = column, float(coefficient)
+        column, coefficient = self._known[size]
+        self.alive[column] += coefficient if nbytes > 0 else -coefficient
 
     def ended(self) -> None:
-        """Add a row of the bytes that are alive after an operation."""
+        """Add a row of the bytes that are alive after an operation, unless the last row covers it."""
         if self._line[0] != len(events := self.log.events):
-            self._line = len(events), str(events[-1])
-        self.rows.setdefault(self._line[1], []).append(self.alive.copy())
+            self._line, self._grew = (len(events), str(events[-1])), True
+        if self._grew:
+            self.rows.setdefault(self._line[1], []).append(self.alive.copy())
+            self._grew = False

@@ -9,27 +9,14 @@ from scaling.cost.counted import CountedStep
 from scaling.cost.memory import ROOM
 from scaling.mesh import AbstractMesh
 from scaling.spec.sizes import format_sizes
-from scaling.train.programs import step_by_symbols, step_memory
+from scaling.train.programs import step_by_symbols
 from scaling.train.settings import Settings
 
 
 def fullest(settings: Settings, sizes: Mapping[str, int], backend: str = "gloo") -> CountedStep:
     """Return the count of the rank that needs most memory."""
-    ranks = fullest_ranks(sizes)
-    if len(ranks) > 1:
-        ranks.sort(key=lambda at: -step_memory(settings, sizes, at, backend))
-    return step_by_symbols(settings, sizes, ranks[0], backend)
-
-
-def most_memory(
-    settings: Settings, sizes: Mapping[str, int], backend: str = "gloo", enough: float = float("inf")
-) -> float:
-    """Return the most bytes of any rank, or those of a rank that needs more than `enough` bytes."""
-    needed = 0.0
-    for at in fullest_ranks(sizes):
-        if needed <= enough:
-            needed = max(needed, step_memory(settings, sizes, at, backend))
-    return needed
+    steps = (step_by_symbols(settings, sizes, at, backend) for at in fullest_ranks(sizes))
+    return max(steps, key=lambda step: step.memory)
 
 
 def fullest_ranks(sizes: Mapping[str, int]) -> list[dict[str, int]]:
@@ -80,7 +67,7 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
         return counts
     least = settings.microbatches * prod(sizes.get(axis, 1) for axis in "PXE")
     batch = settings.batch // 2 // least * least
-    while batch and most_memory(replace(settings, batch=batch), sizes) > ROOM * available:
+    while batch and fullest(replace(settings, batch=batch), sizes).memory > ROOM * available:
         batch = batch // 2 // least * least
     fit = f"--batch {batch}" if batch else "more ranks along X, or a smaller model: no batch fits"
     shard = ", or --zero 3" if settings.zero < 3 and sizes.get("X", 1) > 1 else ""

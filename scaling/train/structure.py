@@ -8,11 +8,13 @@ run only a few times.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from scaling import tree
 from scaling.common.limits import LIMITS, Limits
+from scaling.configs import Latent
 from scaling.mesh import AbstractMesh
 from scaling.models.rope import check_positions
 from scaling.strategies.context.ring import check_length, work
@@ -25,7 +27,9 @@ from scaling.train.settings import Settings
 from scaling.train.step import step_shapes
 
 FEW = 24  # up to this number, all experts of a rank and all chunks of the loss are run
-LEAST = dict.fromkeys((*"EKGHbTYDFVXPSO", "row", "copies"), 31) | {"El": 11, "J": 17}  # the least prime of each
+LEAST = dict.fromkeys((*"EKGHbTYDFVXPSOR", "kv", "nope", "rope", "row", "copies"), 59)  # the least prime of each
+LEAST |= {"El": 11, "J": 17}
+TERM = {"E+1": "E", "M": "rope", "A": "rope", "W": "nope"}  # a term of each sum that is not T - 1
 ENDLESS = 1 << 62
 
 
@@ -53,15 +57,14 @@ class Structure:
     mesh: tuple[tuple[str, int], ...]
     coord: tuple[tuple[str, int], ...]
     backend: str
-    documents: bool
     limits: Limits
     symbols: Symbols
     windows: tuple[tuple[int, int], ...]  # by the window that is traced (0: none), the scores per head of all blocks
 
 
 def structure_of(
-    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str, documents: bool,
-    loops: Loops, least: Mapping[str, int] = LEAST,
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str, loops: Loops,
+    least: Mapping[str, int] = LEAST,
 ) -> Structure:  # fmt: skip
     """Return the structure of a step, to be traced with these loops.
 
@@ -75,7 +78,8 @@ def structure_of(
     Y, C = (sizes.get(axis, 1) for axis in "YC")
     odd = settings.optimizer == "muon" or settings.adapters or settings.precision
     odd = odd or model.rotary_share != 1 or model.dropout  # a part of H, and masks of the whole batch
-    if odd or model.capacity or model.latent or model.linear or model.expert_groups > 1:
+    grouped = model.expert_groups > 1 and sizes.get("E", 1) == 1
+    if odd or model.capacity or model.linear or grouped:
         raise NotMonomial(f"{model.name}: some sizes are not products")
     if (model.K % Y and Y % model.K) or model.k > El * (LEAST["E"] if sizes.get("E", 1) > 1 else 1):
         raise NotMonomial(f"{model.name}: {model.K} heads on {Y} ranks, or {model.k} of so few experts")
@@ -86,28 +90,35 @@ def structure_of(
     loop = {name: n for name, n, whole in own if n != whole}
     p = primes_for([*LEAST], counts - {*loop.values()}, {**least, **loop})
     X, Y, E = (p[axis] if sizes.get(axis, 1) > 1 else 1 for axis in "XYE")
+    E *= model.expert_groups
     copies = p["copies"] if sizes.get("Y", 1) > model.K else 1  # ranks that have the same KV head
     heads = p["K"] if model.K > 1 and sizes.get("Y", 1) != model.K else 1
     Y = heads * copies if copies > 1 else Y
     K, G = heads * (1 if copies > 1 else Y), (p["G"] if model.G > 1 else 1) * copies
     split = J * (E * El if model.moe else 1)  # rows of a rank that chunks and experts divide
     alone = rows_of_rank(settings, sizes) == 1
+    low, row = {}, p["row"]
+    if latent := model.latent:  # whose keys are wider than its values
+        low, row = {"R": p["R"] * row * X, "kv": p["kv"] * row * X, "nope": 4 * p["nope"], "rope": 2 * p["rope"]}, 1
     at = {
         "b": 1 if alone else p["b"] * split, "T": p["T"] * 2 * C * Y * (split if alone else 1),
-        "D": p["D"] * p["row"] * X, "F": p["F"] * Y, "G": G, "H": 2 * p["H"] * p["row"], "V": p["V"] * Y * Z,
-        "S": p["S"] * Y, "O": p["O"] * Y, "K": K, **loop, "P": p["P"], "X": X, "E": E, "Y": Y, "row": p["row"],
+        "D": p["D"] * p["row"] * X, "F": p["F"] * Y, "G": G, "H": 2 * p["H"] * row, "V": p["V"] * Y * Z,
+        "S": p["S"] * Y, "O": p["O"] * Y, "K": K, **low, **loop, "P": p["P"], "X": X, "E": E, "Y": Y, "row": p["row"],
     }  # fmt: skip
     prime = p | ({"Y": copies} if copies > 1 else {})
     try:
-        check_positions(model, at["T"], documents)
+        check_positions(model, at["T"], packed=True)
     except ValueError as error:  # the run's own length is not at["T"]
         raise NotMonomial(f"{model.name}: {at['T']} positions are traced, which are too many for it") from error
     if copies > 1:  # K divides Y, else Y divides K
         at["K"] = at.pop("K")
     order = [(name, n, prime[name]) for name, n in at.items() if n > 1 and n % prime[name] == 0]
-    counted = prime_factors({*range(1, 31), *counts} - {*loop.values()}) - {prime for *_, prime in order}
+    counted = prime_factors({*range(1, 59), *counts} - {*loop.values()}) - {prime for *_, prime in order}
     windows, pairs = traced_windows(settings, sizes, at["T"], coord)
     changes = {x: at[x] for x in "DFHVK"} | {"N": K * G, "L": L, "window": windows[:L]}
+    if latent:
+        rank = latent.q_rank and at["R"]
+        changes |= {"latent": Latent(rank, at["kv"], at["nope"], at["rope"], at["H"], latent.interleaved)}
     changes |= {"unrotated": tuple(l for l in model.unrotated if l < L)}
     changes |= {"E": El * E} if model.moe else {}
     changes |= {"F_shared": at["S"]} if model.shared else {}
@@ -119,16 +130,18 @@ def structure_of(
         keep_weights=settings.keep_weights, pipeline=settings.pipeline, reduce=settings.reduce,
     )  # fmt: skip
     sums: tuple = ("T-1", at["T"] - 1), *((("E+1", El * E + 1),) if model.moe and (E > 1 or "El" in loop) else ())
+    if latent:
+        sums += tuple((x, small.model.sizes[x]) for x in "MAW")
     if packed := packed_sizes(settings, sizes):
         sums += tuple(packed_sizes(small, axes, ENDLESS).items())
     logits = 4 * at["b"] * at["T"] // C * (at["V"] // Y)
     limits = Limits(logits // J if J > 1 else ENDLESS, ENDLESS if packed else 0, p["row"], ahead)
     symbols = Symbols(tuple(order), sums, tuple(sorted(counted)))
-    if symbols.collide and least["T"] < 100:
-        more = {**least, "T": least["T"] + 6, "E": least["E"] + 6}
-        return structure_of(settings, sizes, coord, backend, documents, loops, more)
+    if (collide := {TERM.get(name, "T") for name in symbols.collide}) and max(least.values()) < 400:
+        more = {**least, **{x: p[x] + 1 for x in collide}}
+        return structure_of(settings, sizes, coord, backend, loops, more)
     on = tuple(axes.items()), tuple({**(coord or {}), **({"Z": z} if Z > 1 else {})}.items()), backend
-    return Structure(small, *on, documents, limits, symbols, pairs)
+    return Structure(small, *on, limits, symbols, pairs)
 
 
 def rows_of_rank(settings: Settings, sizes: Mapping[str, int]) -> int:
@@ -161,7 +174,12 @@ def resolved(settings: Settings, sizes: Mapping[str, int]) -> tuple[dict, TrainS
         ShardingError: or ValueError, for params, rows or sequences that do not divide over the mesh, or sequences
             that are too long.
     """
-    mesh = AbstractMesh(sizes)
+    return _resolved(settings, tuple(sizes.items()))
+
+
+@lru_cache(maxsize=64)
+def _resolved(settings: Settings, given: tuple[tuple[str, int], ...]) -> tuple[dict, TrainStep]:
+    mesh = AbstractMesh(sizes := dict(given))
     check_positions(settings.model, settings.seq, packed=False)
     params, (tokens, targets, _) = step_shapes(settings, mesh)
     options = StepOptions(**settings.step_options(sizes))

@@ -77,7 +77,7 @@ def test_the_rank_that_is_shown_sends_and_holds_most_and_only_then_each_does_so(
     ranks, shown = [count(settings, sizes, coord) for coord in coords], dry.fullest(settings, sizes)
     for of in (lambda rank: rank.memory, lambda rank: rank.sent, lambda rank: rank.attention.amount):
         assert of(shown) == max(map(of, ranks))
-    assert all(rank == shown for rank in ranks) == ("\neach of" in "\n" + dry.table(shown, sizes))
+    assert all(rank == ranks[0] for rank in ranks) == ("\neach of" in "\n" + dry.table(shown, sizes))
 
 
 def test_each_active_expert_holds_what_the_widths_say():
