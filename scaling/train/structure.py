@@ -27,7 +27,9 @@ from scaling.train.settings import Settings
 from scaling.train.step import step_shapes
 
 FEW = 24  # up to this number, all experts of a rank and all chunks of the loss are run
-LEAST = dict.fromkeys((*"EKGHbTYDFVXPSOR", "kv", "nope", "rope", "row", "copies"), 59)  # the least prime of each
+LEAST: dict[str, int] = dict.fromkeys(  # the least prime of each
+    (*"EKGHbTYDFVXPSOR", "kv", "nope", "rope", "row", "copies"), 59
+)
 LEAST |= {"El": 11, "J": 17}
 TERM = {"E+1": "E", "M": "rope", "A": "rope", "W": "nope"}  # a term of each sum that is not T - 1
 ENDLESS = 1 << 62
