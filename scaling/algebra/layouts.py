@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from scaling.algebra.steps import Step, moved, sent_share, splitting
+from scaling.algebra.steps import Step, common_prefix, moved, sent_share, splitting
 from scaling.spec import Spec, mesh_sizes
 
 NOMINAL = 4  # devices along an axis whose size is not given
@@ -269,9 +269,3 @@ def _cut_alike(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterator[t
         alike = within.count if within.known else set
         if all(alike(a) == alike(b) for a, b in zip(at.dims, goal.dims, strict=True)):
             yield goal.dims
-
-
-def common_prefix(ours: Axes, theirs: Axes) -> Axes:
-    """Return the axes with which both begin."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
-    return tuple(axis for axis, _ in same)

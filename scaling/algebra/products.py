@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from scaling.algebra.law import LabelledOp, product_type
-from scaling.algebra.layouts import NOMINAL, common_prefix, layout, retyped, setting, unsplit_spec
+from scaling.algebra.layouts import NOMINAL, layout, retyped, setting, unsplit_spec
 from scaling.algebra.planner import Value, Way, cheapest, ways_of
 from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
 from scaling.algebra.rules import parse_plain
-from scaling.algebra.steps import Plan, Step
+from scaling.algebra.steps import Plan, Step, common_prefix
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 WAYS = 1500  # of splitting a product's dims over the axes in play; beyond this, the rules of the four cases decide

@@ -171,15 +171,17 @@ def moved(before: Sequence, after: Sequence) -> tuple[list, list]:
     """Return, per dim, the axes that a permutation shuffles, without the common prefix and suffix of both types."""
     ours, theirs = [], []
     for a, b in zip(before, after, strict=True):
-        start = 0
-        while start < min(len(a), len(b)) and a[start] == b[start]:
-            start += 1
-        end = 0
-        while end < min(len(a), len(b)) - start and a[-1 - end] == b[-1 - end]:
-            end += 1
+        start = len(common_prefix(a, b))
+        end = len(common_prefix(a[start:][::-1], b[start:][::-1]))
         ours.append(a[start : len(a) - end])
         theirs.append(b[start : len(b) - end])
     return ours, theirs
+
+
+def common_prefix(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes with which both begin."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+    return tuple(axis for axis, _ in same)
 
 
 def permutation(step: Step, mesh) -> tuple[tuple[int, int], ...]:

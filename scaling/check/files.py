@@ -264,14 +264,11 @@ def files_of(paths: Sequence) -> list[Path]:
     found = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        if not inside or not path.exists():
-            raise ValueError(
-                f"{path}: "
-                + ("no Python files in this directory" if path.is_dir() else "no such file")
-                + "\n  fix: give .py files, or directories that hold some"
-            )
-        if path.is_file() and not is_python(path):
-            raise ValueError(f"{path}: is not a Python file\n  fix: give .py files, or directories that hold some")
+        what = "" if path.exists() else "no such file"
+        what = what or ("" if inside else "no Python files in this directory")
+        if what or (path.is_file() and not is_python(path)):
+            what = what or "is not a Python file"
+            raise ValueError(f"{path}: {what}\n  fix: give .py files, or directories that hold some")
         found += inside
     return list(dict.fromkeys(found))
 
