@@ -15,8 +15,7 @@ from scaling.configs.hugging_face_write import kind_of
 from scaling.configs.model_types import KINDS
 from scaling.models.leaves import STACKED, Leaf, check_computed, types_of
 from scaling.scaled.rounding import widened
-from scaling.spec import parse
-from scaling.spec.formats import FORMATS
+from scaling.spec import FORMATS, parse
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 
 `rounding` has the numbers that each dtype can hold, `arrays` the lines, `recipes` the scaled products of a training
 step and of its experts. The laws are in notation.md and `scaling.algebra.rules`; the formats are data in
-`scaling.spec.formats`.
+`scaling.spec.FORMATS`.
 """
 
 from scaling.scaled.arrays import Scaled, check_block, dequantize, quantize

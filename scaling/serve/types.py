@@ -4,7 +4,7 @@ In serving, Y splits heads and features, Z the cache's batch (or its sequence), 
 pipeline. Weights stay, and activations move. The table `scaling.models.leaves` has every leaf split over most axes,
 which is the form "2d"; the other forms leave axes out.
 
-Weights may be stored with scales (Part 7, "Tricks"), in a format of `scaling.spec.formats`: int8, FP8 or FP4.
+Weights may be stored with scales (Part 7, "Tricks"), in one of `scaling.spec.FORMATS`: int8, FP8 or FP4.
 
     W_in[L, D, F_Y] {Q_D}     "int8" and "fp8-row": W_in.q[L, D, F_Y], W_in.s[L, F_Y]; "mxfp8": W_in.s[L, D/32, F_Y]
 

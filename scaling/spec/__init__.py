@@ -1,12 +1,11 @@
 """The notation: types such as `W[D_X, F] {U_Y}` and the lines between types.
 
-`reader` reads them from text, and `types` holds them as data. `formats` says how arrays with scales are stored, and
-`sizes` has the sizes of meshes and dtypes.
+`reader` reads them from text, and `types` holds them as data. `sizes` has the sizes of meshes and dtypes, and the
+formats of arrays with scales.
 """
 
-from scaling.spec.formats import FORMATS, Format, format_of
 from scaling.spec.reader import ShardingError, refuse
-from scaling.spec.sizes import DTYPE_BYTES, dtype_bytes, mesh_sizes
+from scaling.spec.sizes import DTYPE_BYTES, FORMATS, Format, dtype_bytes, format_of, mesh_sizes
 from scaling.spec.types import (
     Line,
     Spec,

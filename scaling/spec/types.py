@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from scaling.spec.formats import Format, bytes_of_parts, format_of, parts_of
 from scaling.spec.reader import ShardingError, read_line, read_type, refuse
-from scaling.spec.sizes import dtype_bytes, format_sizes, mesh_sizes
+from scaling.spec.sizes import Format, bytes_of_parts, dtype_bytes, format_of, format_sizes, mesh_sizes, parts_of
 
 
 def present(spec: "str | Spec", mesh) -> "Spec":
