@@ -85,14 +85,16 @@ def with_types_told(fn: Callable) -> Callable:
 
     def told(watch: Any, args: tuple, kwargs: dict) -> Any:
         meshes = [at for x in args if hasattr(at := getattr(x, "mesh", x), "coord") and hasattr(at, "sizes")]
-        watch.called(fn.__code__, meshes[0] if meshes else None)
+        mesh = meshes[0] if meshes else None
+        sliced = getattr(mesh, "slices", False)
+        watch.called(fn.__code__, mesh)
         for name, x in signature.bind(*args, **kwargs).arguments.items():
             if name in types:
-                watch.told(x, types[name], f"argument {types[name]} of {fn.__name__}", place)
+                watch.told(x, types[name], f"argument {types[name]} of {fn.__name__}", place, sliced)
         result = fn(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
         for x, spec in zip(made, results, strict=False):
-            watch.told(x, spec, f"result {spec} of {fn.__name__}", place)
+            watch.told(x, spec, f"result {spec} of {fn.__name__}", place, sliced)
         return result
 
     @functools.wraps(fn)
@@ -145,7 +147,7 @@ class _Said(ast.NodeTransformer):
 
 
 LISTINGS = "scaling.strategies.", "scaling.serve.forms.", "scaling.models.layer", "scaling.models.latent"
-AS_SEEN = "scaling.serve.forms.latent", "scaling.strategies.context"  # their types omit axes that they do not use
+AS_SEEN = "scaling.serve.forms.latent"  # its types omit axes that it does not use
 
 
 class _Loader(SourceFileLoader):

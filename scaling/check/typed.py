@@ -117,8 +117,11 @@ class TypedLines(KnownArrays):
         self.ran.add(code)
         self.sizes = dict(mesh.sizes) if mesh is not None else self.sizes
 
-    def told(self, x: Any, spec: Spec, line: str, place: str) -> None:
-        """Compare a value with the type that a docstring or comment declares; an untyped value gets this type."""
+    def told(self, x: Any, spec: Spec, line: str, place: str, sliced: bool = False) -> None:
+        """Compare a value with the type that a docstring or comment declares; an untyped value gets this type.
+
+        `sliced` says whether it is the type of a slice of the mesh (`mesh.sliced`).
+        """
         if isinstance(x, Pending):
             made = next((line for pending, _, line in self.pending if pending is x), "")
             x = parse_line(made).result if "->" in made else x
@@ -131,7 +134,7 @@ class TypedLines(KnownArrays):
         elif isinstance(x, Tensor):
             x, before = self.meta(x), len(self.report.findings)
             held = self.held(x)
-            inside = self.in_slices(Line((spec,), spec), [held]).operands[0]
+            inside = self.in_slices(Line((spec,), spec), [held], sliced).operands[0]
             if line.startswith(SAID):
                 inside = Spec(spec.name, inside.dims, spec.unreduced)
             self.compare(held, inside, line, "", place)

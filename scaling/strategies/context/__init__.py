@@ -57,7 +57,7 @@ def attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """O[B, T_C, N, H] of Q[B, T_C, N, H], K[B, T_C, K, H] and V[B, T_C, K, H]: softmax(Q K^T scale) V over all of T.
+    """Return softmax(Q K^T scale) V over all of T: O[B, T_C, N, H] of Q[B, T_C, N, H], K and V[B, T_C, K, H].
 
     K divides N: G = N/K query heads share a KV head. The result is differentiable once, by autograd and torch.func, on
     a Mesh, on one rank and, with meta tensors, on an AbstractMesh.

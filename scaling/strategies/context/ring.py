@@ -226,7 +226,7 @@ class Gathered(Ring):
 def exchanged(
     Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, mesh, axes: Sequence[str], inside: Callable[..., Tensor]
 ) -> Tensor:
-    """O[B, T_C, N, H]: each rank attends over the whole sequence, for its heads.
+    """O[B, T_CY, N, H]: each rank attends over the whole sequence, for its heads.
 
     If the ranks do not divide K, each KV head is copied until the copies divide over the ranks (`copied_heads`).
 
