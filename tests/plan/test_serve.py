@@ -318,6 +318,9 @@ def test_ranks_wait_for_the_group_that_has_most_to_do():
         return modelled(plan)(Run("engine", tuple(Work(request, 900, (0,), (), True, group=g) for g in of)))
 
     assert seconds(0) == seconds(*range(2)) < seconds(0, 0) == seconds(*range(2), 1)
+    chunks = [Work(Request(0, (0,), 1), 0, (0,) * 100, (0,), True, group=g) for g in range(2)]
+    one, both = (modelled(plan)(Run("engine", tuple(some))) for some in (chunks[:1], chunks))
+    assert both == pytest.approx(2 * one)  # experts are on all chips, so a prompt of one group takes all of them
     served = under_load(plan, rate=20.0, count=12)
     assert [len(times.at) for times in served.requests.values()] == [16] * 12
     assert {work.group for run in served.steps for work in run.works} == set(range(2))

@@ -8,7 +8,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from scaling.cost import serving
@@ -17,7 +17,7 @@ from scaling.plan.serve.forecast import likely_step
 from scaling.plan.serve.report import ms
 from scaling.serve.requests import Request
 from scaling.serve.simulate import Simulated, simulate
-from scaling.serve.states import PREFILL, Move, Options, Run, Work
+from scaling.serve.states import PREFILL, Move, Options, Run
 from scaling.show.bars import Bar
 from scaling.show.bars import text as text_of
 
@@ -28,25 +28,24 @@ BUDGET = 512  # tokens of a step under the policy "chunked"
 def modelled(plan: Plan) -> Callable[[Run | Move], float]:
     """Return the function from an action to its seconds on the plan's slice, as forecast.
 
-    A cache moves over the datacenter's network of all chips, or at once if the chip's file has no such network.
+    All groups wait for the one that decodes most, and run prompts together. A cache moves over the datacenter's network
+    of all chips, or at once if the chip's file has no such network.
     """
     step_seconds = likely_step(plan)
-
-    def computed(works: Sequence[Work]) -> list[tuple[int, int]]:
-        """Return [(tokens, keys that they see)] as if each group had the works of the busiest, which all wait for."""
-        groups = [[(w.width, w.start + w.width) for w in works if w.group == g] for g in range(plan.groups)]
-        return max(groups, key=lambda rows: [sum(some) for some in zip(*rows, strict=True)]) * plan.groups
 
     def seconds(action: Run | Move) -> float:
         if isinstance(action, Move):
             return plan.load.kv(action.tokens) / (plan.chips * plan.chip.dcn_bw) if plan.chip.dcn_bw else 0.0
-        works = computed(action.works)
-        decoded = [work for work in works if work[0] == 1]
-        prompts = sum(tokens for tokens, _ in works if tokens > 1)
-        if not decoded:
+        prompts, decoded = 0, [[] for _ in range(plan.groups)]
+        for work in action.works:
+            if work.width > 1:
+                prompts += work.width
+            else:
+                decoded[work.group].append((1, work.start + 1))
+        if not (busiest := max(decoded, key=lambda rows: (len(rows), rows)) * plan.groups):
             return step_seconds(None, 0, prompts)
-        step = serving.mixed(plan.load, decoded, plan.chip, plan.chips, plan.service.compute)
-        return step_seconds(replace(step, kv=plan.copies * step.kv), len(decoded), prompts)
+        step = serving.mixed(plan.load, busiest, plan.chip, plan.chips, plan.service.compute)
+        return step_seconds(replace(step, kv=plan.copies * step.kv), len(busiest), prompts)
 
     return seconds
 
