@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives import wait
-from scaling.models.tiles import LATER, Mask, Ranges, capped, fused, tangent, written
+from scaling.models.tiles import LATER, Mask, Ranges, fused, tangent, written
 from scaling.spec import parse
 
 TILE = 1024  # queries, and keys, that are computed at a time
@@ -102,9 +102,8 @@ class KeyBlock(NamedTuple):
 
     def kernel(self, device: torch.device):
         """Return the kernel: the CPU's flash attention, which the meta device has too, or matmuls."""
-        if device.type == "meta":
-            return fused
-        return capped(self.cap) if self.cap is not None else fused if device.type == "cpu" else written
+        flash = device.type == "meta" or (device.type == "cpu" and self.cap is None)
+        return fused if flash else written(self.cap)
 
     def parts(self, ranges: Ranges, device: torch.device) -> list[range]:
         """Split the positions into parts of at most TILE consecutive ones, but not on the meta device."""

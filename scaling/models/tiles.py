@@ -80,7 +80,7 @@ def _over_queries(scores, q):
     return (scores.flatten(2, 3).mT @ q.flatten(2, 3))[:, :, None]
 
 
-def _written_forward(q, k, v, hidden, scale, cap=None):
+def _written_forward(q, k, v, hidden, scale, cap):
     scores = _masked(_scores(q, k, scale, cap), hidden)
     M = scores.amax(-1, keepdim=True)
     M = M.masked_fill(M.isneginf(), 0)
@@ -89,7 +89,7 @@ def _written_forward(q, k, v, hidden, scale, cap=None):
     return _times(P, v) / L.clamp(min=torch.finfo(L.dtype).tiny), (M + L.log()).squeeze(-1)
 
 
-def _written_backward(dO, O, lse, q, k, v, hidden, scale, cap=None):
+def _written_backward(dO, O, lse, q, k, v, hidden, scale, cap):
     scores = _scores(q, k, scale, cap)
     P = (_masked(scores, hidden) - lse[..., None]).exp()
     delta = (dO * O).sum(-1, keepdim=True)  # sum_j P_ij dP_ij = sum_d dO_id O_id
@@ -135,10 +135,9 @@ def _fused_backward(dO, O, lse, q, k, v, hidden, scale):
     return dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
 
 
-def capped(cap: float) -> SimpleNamespace:
-    """Return `written` with a soft cap of the scores."""
+def written(cap: float | None) -> SimpleNamespace:
+    """Return the functions of a tile by matmuls, with a soft cap of the scores unless it is None."""
     return SimpleNamespace(forward=partial(_written_forward, cap=cap), backward=partial(_written_backward, cap=cap))
 
 
-written = SimpleNamespace(forward=_written_forward, backward=_written_backward)
 fused = SimpleNamespace(forward=_fused_forward, backward=_fused_backward)

@@ -7,7 +7,7 @@ is refused.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -243,27 +243,23 @@ def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = Fa
     which gives the same numbers up to the rounding of float32 sums.
     """
     typed = check_product(line)
-    given = [x for x in (a, b) if x is not None]
+    given: Any = [x for x in (a, b) if x is not None]
+    specs: list[Spec] = []
     for x, spec in zip(given, typed.operands, strict=True):
         if isinstance(x, Scaled) is not bool(spec.scaled):
             what = f"{spec} is {'values with scales' if isinstance(x, Scaled) else 'a plain tensor'}"
             refuse_product(line, what, "{Q_...} says that an array has scales", "write the type that it has")
-    xs, specs = [], []
     for x, spec in zip(given, typed.operands, strict=True):
-        xs += x.parts if isinstance(x, Scaled) else [x]
         specs += x.check(spec, f"einsum: {line}") if isinstance(x, Scaled) else [spec]
+    xs, structure = optree.tree_flatten(given)  # the parts of scaled operands
     _refuse_differentiated(f"einsum: {line}", *xs)
     plain = Line(tuple(replace(spec, scaled=()) for spec in typed.operands), typed.result, typed.contract)
 
     def run(*xs: Tensor) -> list[Tensor]:
         if has_kernel(*given):
             return [by_kernel(typed, *given)]
-        own, wides = [*xs], []
-        for x in given:
-            n = len(x.parts) if isinstance(x, Scaled) else 1
-            mine, own = own[:n], own[n:]
-            wides.append(wide(x.of(mine)) if isinstance(x, Scaled) else mine[0])
-        dtype = wides[0].dtype if len(wides) == 1 else torch.promote_types(wides[0].dtype, wides[1].dtype)
+        wides: list[Tensor] = [wide(x) if isinstance(x, Scaled) else x for x in cast(list, structure.unflatten(xs))]
+        dtype = torch.promote_types(wides[0].dtype, wides[-1].dtype)
         dtypes = given[0].dtype, given[-1].dtype
         return [einsum(str(plain), *(x.to(dtype) for x in wides)).to(torch.promote_types(*dtypes))]
 
