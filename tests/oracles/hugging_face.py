@@ -6,6 +6,12 @@
 Each config is written there by save_pretrained and read here; params are made here, written by `hf.save`, and read
 there; their gradients come back by save_pretrained and `hf.load`. Their casts to float32 (norms, rotary tables,
 softmax, loss) are casts to float64.
+
+    python tests/oracles/hugging_face.py --bf16     # how far logits in bfloat16 are from float32's, theirs and ours
+
+An error is the norm of a text's logits in bfloat16 minus those in float32, over the norm of the latter; both computed
+from the same params, which are rounded to bfloat16 first. The bound is the upper end of the 95% interval of the mean of
+ours minus theirs, and may not be above 0.
 """
 
 import json
@@ -23,7 +29,7 @@ from scaling.configs.hugging_face_write import write_config
 from scaling.models import hf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from probes import probes, read_cases, wide
+from probes import MORE, TEXTS, bound_of, of_bf16, probes, read_cases, relative_errors, rounded, wide
 from probes import shaken as params_of
 
 TABLE = Path(__file__).parents[1] / "models" / "hugging_face.json"
@@ -174,13 +180,42 @@ def apart(a, b) -> float:
     return ((a - b).abs() / b.abs().max()).max().item()
 
 
-def main() -> None:
+ROUNDED = "llama qwen3 gemma olmo2 starcoder2 mixtral deepseek".split()  # noqa: SIM905
+
+
+def rounding(write: bool) -> bool:
+    """Print the errors of both sides, and store theirs if asked to; return whether a bound is too high."""
+    table, found, failed = json.loads(TABLE.read_text()), {}, False
+    print(f"{'model':<12} {'theirs':>9} {'ours':>9} {'bound / theirs':>15}")
+    for name in ROUNDED:
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            (path := Path(folder) / "config.json").write_text(json.dumps(table[name]["written"]))
+            hf.save(folder, config := load(path), rounded(config))
+            classes = transformers.AutoModelForCausalLM
+            models = (
+                classes.from_pretrained(folder, dtype=dtype, **EAGER) for dtype in (torch.bfloat16, torch.float32)
+            )
+            found[name] = relative_errors(*(model(TEXTS).logits for model in models))
+        ours, mean = of_bf16(config), sum(found[name]) / len(TEXTS)
+        bound = bound_of(ours, found[name]) / mean
+        failed |= bound > MORE.get(name, 0)
+        print(f"{name:<12} {mean:9.5f} {sum(ours) / len(TEXTS):9.5f} {bound:15.2%}", flush=True)
+    if write:
+        errors = {name: [round(e, 7) for e in some] for name, some in found.items()}
+        TABLE.with_name("accuracy.json").write_text(json.dumps(errors) + "\n")
+    return failed
+
+
+def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="store the table that the suite compares with")
     parser.add_argument("--only", default="", help="the cases whose names begin so; others stay as they are stored")
+    parser.add_argument("--bf16", action="store_true", help="the errors of logits in bfloat16 instead")
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if asked.bf16:
+        return int(rounding(asked.write))
     tokens = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
     models = {name: reference(name, tokens) for name in CASES if name.startswith(asked.only)}
     print(f"transformers {transformers.__version__}, torch {torch.__version__}; differences over the largest value")
@@ -191,7 +226,8 @@ def main() -> None:
         kept = {name: (stored | models)[name] for name in CASES if name in stored | models}
         TABLE.write_text(json.dumps(kept, indent=1) + "\n")
         print("wrote", TABLE)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
