@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_hugging_faces(name, tmp_path):
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_logits_in_bf16_are_as_near_to_float32_as_theirs(name, tmp_path):
-    """The upper 95% bound of the mean of ours minus theirs, which the oracle stores by --bf16, by prefill and decode."""
+    """The upper 95% bound of the mean of ours minus theirs, which the oracle stores, by prefill and decode."""
     ours, theirs = of_bf16(config_from(TABLE[name]["written"], tmp_path)), ERRORS[name]
     assert bound_of(ours, theirs) <= MORE.get(name, 0) * sum(theirs) / len(theirs)
 
