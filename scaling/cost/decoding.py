@@ -149,29 +149,27 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     return [moved for moved in found if math.prod(sizes.get(axis, 1) for axis in moved.axes) > 1]
 
 
-def collective_seconds(
-    moved: StepCollective, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None
-) -> float:
+def collective_seconds(moved: StepCollective, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int]) -> float:
     """Return the seconds of all `moved.times` collectives by `lanes.mesh_seconds`; `sizes` come innermost first."""
-    return moved.times * mesh_seconds(moved.op, moved.nbytes, moved.axes, sizes, chip, shape, wrap)
+    return moved.times * mesh_seconds(moved.op, moved.nbytes, moved.axes, sizes, chip, shape)
 
 
 # --- Where the collectives begin to bind -------------------------------------------------------------------------
 
 
-def bandwidth_limit(F: float, batch: float, W_hbm: float, W_ici: float, weights="bf16", activations="bf16") -> float:
+def bandwidth_limit(F: float, batch: float, W_hbm: float, W_ici: float, weights="bf16") -> float:
     """Return the Y where an MLP's AllGather takes as long as reading weights: F / (B beta), beta = W_hbm / W_ici.
 
-    It follows from a B D / W_ici = w D F / (Y W_hbm), with w and a bytes of a weight and of an activation.
+    It follows from 2 B D / W_ici = w D F / (Y W_hbm), with w bytes of a weight.
     """
     positive(F=F, batch=batch, W_hbm=W_hbm, W_ici=W_ici)
-    return dtype_bytes(weights) / dtype_bytes(activations) * F / (batch * W_hbm / W_ici)
+    return dtype_bytes(weights) / 2 * F / (batch * W_hbm / W_ici)
 
 
-def stationary_1d(B: float, D: float, W: float, axes: int = 3, dtype="bf16") -> float:
-    """Return the seconds of an MLP's AllGather and ReduceScatter over all axes: 4BD / (axes W) on any chips."""
-    positive(B=B, D=D, W=W, axes=axes)
-    return 2 * dtype_bytes(dtype) * B * D / (axes * W)
+def stationary_1d(B: float, D: float, W: float) -> float:
+    """Return the seconds of an MLP's AllGather and ReduceScatter over all three axes: 4BD / (3 W) on any chips."""
+    positive(B=B, D=D, W=W)
+    return 4 * B * D / (3 * W)
 
 
 def stationary_2d(B: float, D: float, F: float, X: float, YZ: float, W: float, dtype="bf16") -> float:

@@ -87,9 +87,7 @@ def nonzero_share(units: int, k: int | None = None, random: bool = False) -> flo
     return 1 - (1 - 1 / units) ** k if random else min(k / units, 1.0)
 
 
-def all_to_all(
-    nbytes: float, chip: Chip, gpus: int, k: int | None = None, random: bool = False, exact: bool = True
-) -> float:
+def all_to_all(nbytes: float, chip: Chip, gpus: int, k: int | None = None, exact: bool = True) -> float:
     """Return the seconds of an AllToAll at the slowest level, where V (M - 1) / M^2 leaves a child of N/M GPUs.
 
     In a node M = N GPUs with W = 450e9 (H100); over M nodes W is the node's 400e9. If only `k` of the destinations
@@ -99,7 +97,7 @@ def all_to_all(
     times = [0.0]
     for below, _, _, bandwidth in spans(chip, gpus):
         own = min(1.0, below / gpus)
-        share = nonzero_share(-(-gpus // min(below, chip.node_gpus)), k, random) * ((1 - own) if exact else 1)
+        share = nonzero_share(-(-gpus // min(below, chip.node_gpus)), k) * ((1 - own) if exact else 1)
         times.append(nbytes * own * share / bandwidth)
     return max(times)
 
@@ -158,13 +156,13 @@ def data_threshold(chip: Chip, nodes: int | None = None, model_nodes: int = 1, d
     return max(across, inside)
 
 
-def tensor_limit_across(F: float, chip: Chip, dtype="bf16") -> float:
+def tensor_limit_across(F: float, chip: Chip) -> float:
     """Return the largest Y for which TP over several nodes is compute-bound: node + F / alpha.
 
     `node` is the GPUs of one node, and alpha is C over the bandwidth between nodes. Only the share (M - 1)/M of the
     activations leaves a node, if there are M.
     """
-    return chip.node_gpus + F / chip.intensity("scale-out", dtype)
+    return chip.node_gpus + F / chip.intensity("scale-out")
 
 
 def expert_layer(B: float, D: float, F: float, Z: int, k: int, chip: Chip, dtype="bf16") -> Cost:
@@ -187,9 +185,9 @@ def expert_layer(B: float, D: float, F: float, Z: int, k: int, chip: Chip, dtype
     return Cost(math_time, (("Z", sent / chip.bandwidth("scale-out" if across else "node")),))
 
 
-def expert_min_width(Z: int, k: int, chip: Chip, dtype="bf16") -> float:
+def expert_min_width(Z: int, k: int, chip: Chip) -> float:
     """Return the least F for which experts over Z GPUs are compute-bound: alpha (Z - 8)/k min(8k/Z, 1) <= 8 alpha."""
-    cost = expert_layer(1, 1, 1, Z, k, chip, dtype)
+    cost = expert_layer(1, 1, 1, Z, k, chip)
     return cost.comms / cost.math
 
 

@@ -247,14 +247,11 @@ def place_axes(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tupl
     return placed
 
 
-def mesh_lane(
-    op: str, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = (),
-    wrap: bool | None = None,
-) -> Lane:  # fmt: skip
+def mesh_lane(op: str, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = ()) -> Lane:
     """Return the lane of a collective over these axes of a mesh, whose `sizes` come innermost first.
 
     On a torus of the slice `shape`, a mesh axis that takes a part of a torus axis is a line, and one that takes the
-    whole is a ring if the slice closes it; with `wrap`, it is always a ring. On a tree the axes are nested. A hop
+    whole is a ring if the slice closes it. On a tree the axes are nested. A hop
     between stages is a CollectivePermute.
     """
     op = {"Recv": "CollectivePermute", "Gather": "AllGather", "Scatter": "AllGather"}.get(op, op)
@@ -272,7 +269,7 @@ def mesh_lane(
         placed, rings, spans = place_axes(shape, sizes), chip.wraps(tuple(shape)), []
         for i, side in enumerate(shape):
             if (length := math.prod(placed[axis][i] for axis in axes)) > 1:
-                spans.append(AxisSpan(i, length, 1, bool(wrap or rings[i]) and length == side, True))
+                spans.append(AxisSpan(i, length, 1, rings[i] and length == side, True))
         lane = torus_lane(chip, op, tuple(spans))
     if op == "AllReduce":  # two passes
         return replace(lane, per_byte=2 * lane.per_byte, latency=2 * lane.latency)
@@ -280,11 +277,10 @@ def mesh_lane(
 
 
 def mesh_seconds(
-    op: str, nbytes: float, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = (),
-    wrap: bool | None = None,
-) -> float:  # fmt: skip
+    op: str, nbytes: float, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = ()
+) -> float:
     """Return the seconds of a collective of V bytes at the peak, at least the chip's `launch`; or as measured."""
-    lane = mesh_lane(op, axes, sizes, chip, shape, wrap)
+    lane = mesh_lane(op, axes, sizes, chip, shape)
     if chip.measured:
         return float(lane.forecast(nbytes, chip.efficiency))
     return float(max(lane.seconds(nbytes), chip.efficiency.launch)) if lane.ranks > 1 else 0.0

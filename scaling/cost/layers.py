@@ -107,11 +107,6 @@ class Cost:
             return max(self.parts, key=lambda part: part.comms - part.math).bound
         return "compute" if self.math >= self.comms else max(self.axes, key=lambda axis: axis[1])[0]
 
-    def scaled(self, factor: float) -> "Cost":
-        """Return this Cost times `factor`."""
-        axes = tuple((axis, time * factor) for axis, time in self.axes)
-        return Cost(self.math * factor, axes, self.overlap, tuple(part.scaled(factor) for part in self.parts))
-
     def __add__(self, other: "Cost") -> "Cost":
         axes = dict(self.axes)
         for axis, time in other.axes:
@@ -169,7 +164,7 @@ def layer(
     return Cost(layer_flops(shape, X * Y, direction) / links.C, times, overlap)
 
 
-def pipeline_comms(B: float, D: float, W: float, stages: int, microbatches: int, dtype="bf16") -> float:
+def pipeline_comms(B: float, D: float, W: float, stages: int, microbatches: int) -> float:
     """Return the seconds that a pass takes for M + Z - 2 hops of 2BD / (W M) each (Part 12, "Pipeline Parallelism").
 
     B counts the tokens of one replica, whose activations go over links of W bytes/s in all.
@@ -178,7 +173,7 @@ def pipeline_comms(B: float, D: float, W: float, stages: int, microbatches: int,
     whole(stages=stages, microbatches=microbatches)
     if stages == 1:
         return 0.0
-    return dtype_bytes(dtype) * B * D / (W * microbatches) * (microbatches + stages - 2)
+    return 2 * B * D / (W * microbatches) * (microbatches + stages - 2)
 
 
 # Thresholds: the time of computing equals the time of communicating

@@ -86,14 +86,14 @@ def operand_bytes(dtypes) -> tuple[float, float, float]:
     return a, w, o
 
 
-def matmul(B: float, D: float, F: float, C: float, W: float, dtypes="bf16", exact_flops: bool = False) -> Roofline:
+def matmul(B: float, D: float, F: float, C: float, W: float, dtypes="bf16") -> Roofline:
     """X[B, D] *_D Y[D, F] -> Z[B, F], each operand read or written once (Part 1, "Matrix multiplication").
 
-    `dtypes`: one for all, or (activations, weights, output). FLOPs are 2BDF, or BF(2D - 1) if `exact_flops`.
+    `dtypes`: one for all, or (activations, weights, output). FLOPs are 2BDF.
     """
     positive(B=B, D=D, F=F)
     a, w, o = operand_bytes(dtypes)
-    return Roofline(B * F * (2 * D - 1) if exact_flops else 2 * B * D * F, a * B * D + w * D * F + o * B * F, C, W)
+    return Roofline(2 * B * D * F, a * B * D + w * D * F + o * B * F, C, W)
 
 
 def critical_batch(C: float, W: float, D: float | None = None, F: float | None = None, dtypes="bf16") -> float:
@@ -112,10 +112,10 @@ def critical_batch(C: float, W: float, D: float | None = None, F: float | None =
     return w * depth * width / slope if slope > 0 else float("inf")
 
 
-def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, W: float, dtype="bf16") -> Roofline:
-    """Return the roofline of (m, k) x (k, n) by tiles (bm, bk, bn) (Part 1, footnote).
+def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, W: float) -> Roofline:
+    """Return the roofline of (m, k) x (k, n) in bf16 by tiles (bm, bk, bn) (Part 1, footnote).
 
-    Each output tile reads its row and column of tiles, so the intensity tends to 2/size * bm bn / (bm + bn). Tiles must
+    Each output tile reads its row and column of tiles, so the intensity tends to bm bn / (bm + bn). Tiles must
     divide the matrices; FLOPs are 2mkn.
     """
     bm, bk, bn = tiles
@@ -123,17 +123,16 @@ def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, 
     if m % bm or k % bk or n % bn:
         raise ValueError(f"tiles {tiles} do not divide {(m, k, n)}\n  fix: pad the matrix, or take other tiles")
     tm, tk, tn = m // bm, k // bk, n // bn
-    size = dtype_bytes(dtype)
-    return Roofline(2 * m * k * n, size * tm * tn * (tk * (bm * bk + bk * bn) + bm * bn), C, W)
+    return Roofline(2 * m * k * n, 2 * tm * tn * (tk * (bm * bk + bk * bn) + bm * bn), C, W)
 
 
-def split_contraction(B: float, D: float, F: float, C: float, W: float, dtype="bf16") -> Roofline:
+def split_contraction(B: float, D: float, F: float, C: float, W: float) -> Roofline:
     """X[B, D_X] *_D Y[D_X, F] on two chips which then swap partial sums (Part 1, "Network communication rooflines").
 
     T_math = 2BDF / (2C) and T_comms = 2BF / W each way, with W one-way, so it is compute-bound iff D > 2C/W for any B.
     """
     positive(B=B, D=D, F=F)
-    return Roofline(2 * B * D * F / 2, dtype_bytes(dtype) * B * F, C, W)
+    return Roofline(2 * B * D * F / 2, 2 * B * F, C, W)
 
 
 def mfu(flops: float, seconds: float, chips: float, C: float) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 from scaling.common.arguments import one_of, whole
 from scaling.configs import Config
-from scaling.cost.roofline import mfu
 from scaling.spec import dtype_bytes
 
 REMAT = ("none", "matmuls", "block")
@@ -199,41 +198,10 @@ def rule_of_thumb(config: Config, tokens: float, remat: str = "none") -> float:
     return (8 if remat == "block" else 6) * num_params(config, active=True) * tokens
 
 
-def prefill_flops(config: Config, prompt: int, batch: int = 1, causal: bool = True) -> int:
+def prefill_flops(config: Config, prompt: int, batch: int = 1) -> int:
     """Return the FLOPs of prefill, which unembeds only each prompt's last token: roughly 2 * params * tokens."""
-    flops = forward_flops(config, batch, prompt, causal=causal)
+    flops = forward_flops(config, batch, prompt, causal=True)
     return sum(flops.values()) - flops["unembed"] + 2 * batch * config.D * config.V
-
-
-def utilization(
-    config: Config,
-    B: int,
-    T: int,
-    seconds: float,
-    chips: int,
-    C: float,
-    *,
-    S: int | None = None,
-    causal: bool = True,
-    training: bool = True,
-    remat: str = "none",
-) -> float:
-    """Return the model FLOPs utilization of a step of B sequences of T tokens on `chips` of C FLOPs/s each.
-
-    Two conventions are in use. With `causal`, pairs that the mask or a window hides are not useful work. Otherwise all
-    T S pairs of a layer count, as in PaLM's appendix B and the book's 12 B T^2 N H; a kernel that skips hidden pairs
-    may then seem to exceed the chip's peak. Without `training` the step is a forward pass over a prompt, or with T < S
-    over tokens that also attend to a cache. With `remat` recomputed work counts as well (hardware FLOPs).
-    """
-    if training and S not in (None, T):
-        raise ValueError(
-            f"a training step attends to its own T={T} tokens, got S={S}\n  fix: leave S out, or give training=False"
-        )
-    if training:
-        flops = sum(train_flops(config, B, T, causal, remat).values())
-    else:
-        flops = sum(forward_flops(config, B, T, S, causal).values())
-    return mfu(flops, seconds, chips, C)
 
 
 # --- Bytes -------------------------------------------------------------------------------------------------------
@@ -284,17 +252,17 @@ def saved_bytes(config: Config, tokens: int, remat: str, dtype="bf16") -> float:
 # --- Attention ---------------------------------------------------------------------------------------------------
 
 
-def attention_intensity(T: int, S: int, G: int = 1, dtype="bf16") -> float:
+def attention_intensity(T: int, S: int, G: int = 1) -> float:
     """Return the FLOPs per byte of dot-product attention in a kernel: TSG/(TG + S) in bf16 (Part 4, Question 4).
 
     T queries in each of G heads read S keys and values once, and write as many bytes as they read of Q.
     """
-    return 4 * T * S * G / (2 * (T * G + S) * dtype_bytes(dtype))
+    return T * S * G / (T * G + S)
 
 
-def attention_fraction(config: Config, T: int, causal: bool = False) -> float:
+def attention_fraction(config: Config, T: int) -> float:
     """Return the FLOPs of attention's dot products over the layers' other matmuls: T/8D if F = 4D, NH = KH = D."""
-    flops = forward_flops(config, 1, T, causal=causal)
+    flops = forward_flops(config, 1, T)
     return flops["attention"] / (flops["mlp"] + flops["projections"])
 
 

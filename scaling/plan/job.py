@@ -136,9 +136,9 @@ class Job:
         """Bytes of an element of activations."""
         return dtype_bytes(self.wide)
 
-    def flops(self, remat: str = "none") -> float:
+    def flops(self) -> float:
         """Return the FLOPs of a step that attention kernels need: six per weight and token, and causal dot products."""
-        return self.work.flops(self.batch, remat)
+        return self.work.flops(self.batch)
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,9 @@ class LayerWork:
         """The number of params that a token is multiplied with, in layers and unembedding."""
         return self.L * (self.dense + self.routed) + self.ends[1]
 
-    def flops(self, tokens: float, remat: str = "none") -> float:
-        """Return the FLOPs of a training step: six per element and token, three per dot product, and recomputation."""
-        dots = self.L * self.dots
-        again = {"attention": dots, "matmuls": dots, "block": 2 * (self.active - self.ends[1]) + dots}.get(remat, 0)
-        return tokens * (6 * self.active + 3 * dots + again)
+    def flops(self, tokens: float) -> float:
+        """Return the FLOPs of a training step: six for each element and token, and causal dot products three times."""
+        return tokens * (6 * self.active + 3 * self.L * self.dots)
 
 
 @lru_cache(maxsize=64)

@@ -57,7 +57,6 @@ def test_bytes_of_matmuls_and_of_memory_by_stages_of_zero():
     op, tiled = cost.matmul(2, 3, 5, C, W), cost.tiled_matmul(256, 512, 128, (64, 128, 32), C, W)
     assert (op.flops, op.nbytes) == (60, 2 * (6 + 15 + 10))
     assert tiled.nbytes == 2 * 4 * 4 * (4 * (64 * 128 + 128 * 32) + 64 * 32)
-    assert cost.matmul(2, 3, 5, C, W, exact_flops=True).flops == 2 * 5 * (2 * 3 - 1)
     by_stage = [cost.training_memory(1e9, X=10, Y=2, zero=stage).total for stage in range(4)]
     assert by_stage == [6e9, 2e9 + 4e8, 1e9 + 5e8, 6e8]
     assert cost.training_memory(1e9, activations=64e9, X=4, Y=2, Z=2, zero=3).total == 12e9 / 16 + 64e9 / 16
@@ -167,8 +166,6 @@ def test_overlap_models():
     assert after.comms == approx(sum(t for _, t in after.axes))
     assert together.comms == sum(max(t for _, t in part.axes) for part in together.parts) < after.comms
     assert together.upper == after.upper == approx(after.math + after.comms)
-    assert together.scaled(3).comms == approx(3 * together.comms)
-    assert together.scaled(3).lower == approx(3 * together.lower)
     # What backward communicates does not hide behind forward. DP at 0.8 of its threshold: computing both ways takes 1.2
     # times the AllReduce, but backward alone only 0.8.
     both = cost.layer("dp", replace(LAYER, B=0.8 * 64 * PEAK / RING), cost.Links(PEAK, X=RING), X=64)
@@ -327,7 +324,6 @@ tm.forward_flops(L70, 2.5, 1)                           B = 2.5: must be a whole
 tm.forward_flops(L70, 0, 1)                             B = 0: must be
 tm.train_flops(L70, 1, 1, remat='some')                 remat = 'some': one of 'none'
 tm.forward_flops(L70, 1, 8, 4, causal=True)             at least as many keys
-tm.utilization(L70, 3, 1, 0.5, 4, 1e9, S=6)             training=False
 tm.einsum_flops('ab,bc->ac', (2, 3), (4, 5))            b is both 3 and 4
 tm.einsum_flops('ab->d', (2, 3))                        the result has d
 get('llama9')                                           unknown model 'llama9'

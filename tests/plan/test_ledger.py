@@ -10,6 +10,7 @@ from refused import evaluated, read_table, refused
 
 from scaling import cost
 from scaling.configs import get
+from scaling.cost.transformer import train_flops
 from scaling.hardware import chip
 from scaling.plan import Job, Layout, evaluate, network, plans, search  # noqa: F401 - REFUSED names plans
 from scaling.plan.job import AXES, Fixed
@@ -56,8 +57,8 @@ def closed_form(shape: cost.LayerShape, L: int, l: Layout) -> list[cost.Cost]:
     P, Z, X, Y, M = l.pod, l.pipe, l.data * l.fsdp, l.tensor, l.microbatches
     name, one, found = NAMES[l.zero == 3, Y > 1], replace(shape, B=shape.B / P), []
     for way in ("forward", "backward"):
-        layer = cost.layer(name, one, LINKS, X, Y, way).scaled(L / Z)
-        times = dict(layer.axes)
+        layer = cost.layer(name, one, LINKS, X, Y, way)
+        times = {axis: L / Z * seconds for axis, seconds in layer.axes}
         if "fsdp" in name:
             gathered = L / Z * cost.layer_bytes(name, one, X, Y, "forward")["X"] / LINKS.X
             times["X"] = gathered * (M + (way == "backward"))
@@ -65,7 +66,7 @@ def closed_form(shape: cost.LayerShape, L: int, l: Layout) -> list[cost.Cost]:
             times["Z"] = cost.pipeline_comms(one.B / (X * Y), one.D, LINKS.Z, Z, M)
         if P > 1 and way == "backward":
             times["P"] = 2 * 2 * one.params * L / (X * Y * Z) / LINKS.P
-        found.append(cost.Cost(layer.math, tuple(times.items())))
+        found.append(cost.Cost(L / Z * layer.math, tuple(times.items())))
     return found
 
 
@@ -132,7 +133,8 @@ def test_remat():
     kept = [float(one.held.activations) for one in each.values()]
     assert kept == sorted({*kept}, reverse=True)
     for name, one in each.items():
-        assert 16 * one.cost.math * H100.flops() == pytest.approx(job.flops(name))
+        flops = train_flops(L70, job.sequences, job.seq, causal=True, remat=name)
+        assert 16 * one.cost.math * H100.flops() == pytest.approx(sum(flops.values()))
         assert one.bytes["tensor"] == pytest.approx(policies[name] * L70.L * BATCH * L70.D)
 
 
