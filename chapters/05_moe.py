@@ -34,7 +34,7 @@ from scaling.book.arrays import drawn, empty, largest
 from scaling.book.layout import bar, format_number
 from scaling.book.listing import difference, lines
 from scaling.book.page import Page
-from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
+from scaling.collectives import all_gather, all_reduce, all_to_all, ragged_all_to_all
 from scaling.configs import Config, get
 from scaling.cost import gpu
 from scaling.hardware import chip
@@ -67,27 +67,57 @@ ROWS = {"y": "y[B_X, T, D]", "dx": "dx[B_X, T, D]"}
 
 
 # %%
-def mlp(W, Row):
-    """Compute one expert's rows, which may be none: Row[R, D] -> Out[R, D]."""
-    Tmp = einsum("Row[R, D] * W_in[D, F] -> Tmp[R, F]", Row, W["W_in"])
-    Gate = einsum("Row[R, D] * W_gate[D, F] -> Gate[R, F]", Row, W["W_gate"])
-    return einsum("Act[R, F] * W_out[F, D] -> Out[R, D]", F.silu(Gate) * Tmp, W["W_out"])
-
-
 def layer(params, x, mesh):
-    """x[B_X, T, D] -> y[B_X, T, D], e[N_X, K]: the result, and the experts that the N = BT tokens chose."""
+    """x[B_X, T, D] -> (y[B_X, T, D], what the backward reads, with the experts that the tokens chose)."""
     tokens = x.flatten(0, 1)
-    weights, experts = moe.route(tokens, params["router"], config)  # 1. k experts for each token
-    rows = moe.expert_rows(experts, E)  # the choices, sorted by expert
+    logits = moe.router_logits(tokens, params["router"])
+    experts = moe.choose_experts(tokens, params["router"], config)  # 1. k experts for each token
+    weights, rows = moe.weigh(logits, experts, config), moe.expert_rows(experts, E)  # the choices, sorted by expert
     count = all_to_all("n[G_X, E] -> n[G, E_X]", rows.counts[None], mesh)  # 2.
     sends, receives = rows.counts.view(len(count), -1).sum(1).tolist(), count.sum(1).tolist()
     Row = rows.spread(tokens)
     Row = ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", Row, sends, receives, mesh)  # 3. dispatch
     mine = torch.arange(count.shape[1], device=x.device).repeat(len(count))  # which of its experts each block is for
     order = mine.repeat_interleave(count.flatten()).argsort(stable=True)  # rows come by group; by expert now
-    Out = moe.by_expert(mlp, params, Row[order], count.sum(0).tolist())[order.argsort()]  # 4. `mlp` for each expert
+    Row, own = Row[order], count.sum(0).tolist()  # 4. `by_expert` multiplies the rows of each expert by its matrix
+    Tmp = moe.by_expert("Row[R, D] * W_in[D, F] -> Tmp[R, F]", Row, params["W_in"], own)
+    Gate = moe.by_expert("Row[R, D] * W_gate[D, F] -> Gate[R, F]", Row, params["W_gate"], own)
+    Act = F.silu(Gate) * Tmp
+    Out = moe.by_expert("Act[R, F] * W_out[F, D] -> Out[R, D]", Act, params["W_out"], own)[order.argsort()]
     Out = ragged_all_to_all("Out[G, E_X, R, D] -> Out[G_X, E, R, D]", Out, receives, sends, mesh)  # 5. combine
-    return rows.collect(Out, weights).view_as(x), experts  # 6. the weighted sum of each token's k
+    saved = (tokens, logits, experts, rows), (sends, receives, order, own), (Row, Tmp, Gate, Act, Out)
+    return rows.collect(Out, weights).view_as(x), saved  # 6. the weighted sum of each token's k
+
+
+# %% [markdown]
+# The backward has the transpose of each line, from the last to the first. The cotangents of the results go to the
+# experts as the rows did (line 5), and those of the rows come back (line 3). In between each product has two
+# transposes: one by the experts' weights, on the critical path, and one that gives the gradient of the weights. The
+# router learns through the weights of line 6: the cotangent of a weight is the dot product of its row with dy. The
+# routing is saved, so that nothing is chosen again.
+
+
+# %%
+def layer_backward(params, dy, saved, mesh):
+    """dy[B_X, T, D] -> (dx[B_X, T, D], dW); the router's gradient is unreduced over X."""
+    (tokens, logits, experts, rows), (sends, receives, order, own), (Row, Tmp, Gate, Act, Out) = saved
+    dTokens = dy.flatten(0, 1)
+    weights, pull = vjp(lambda logits: moe.weigh(logits, experts, config), logits)
+    dweights, dOut = rows.dotted(Out, dTokens), rows.scaled(rows.spread(dTokens), weights)  # 6.
+    dOut = ragged_all_to_all("dOut[G_X, E, R, D] -> dOut[G, E_X, R, D]", dOut, sends, receives, mesh)[order]  # 5.
+    dAct = moe.by_expert("dOut[R, D] * W_out[F, D] -> dAct[R, F]", dOut, params["W_out"], own)  # 4.
+    dTmp, dGate = dAct * F.silu(Gate), torch.ops.aten.silu_backward(dAct * Tmp, Gate)
+    dRow = moe.by_expert("dTmp[R, F] * W_in[D, F] -> dRow[R, D]", dTmp, params["W_in"], own)
+    dRow = moe.by_expert("dGate[R, F] * W_gate[D, F] -> dRow[R, D]", dGate, params["W_gate"], own, add_to=dRow)
+    dRow = dRow[order.argsort()]
+    dRow = ragged_all_to_all("dRow[G, E_X, R, D] -> dRow[G_X, E, R, D]", dRow, receives, sends, mesh)  # 3.
+    (dlogits,) = pull(dweights)
+    dx = rows.collect(dRow) + dlogits @ params["router"].T
+    dW = {"router": tokens.T @ dlogits}
+    dW |= moe.gradient_by_expert(params, "W_in", "Row[R, D] * dTmp[R, F] -> dW_in[D, F]", Row, dTmp, own)
+    dW |= moe.gradient_by_expert(params, "W_gate", "Row[R, D] * dGate[R, F] -> dW_gate[D, F]", Row, dGate, own)
+    dW |= moe.gradient_by_expert(params, "W_out", "Act[R, F] * dOut[R, D] -> dW_out[F, D]", Act, dOut, own)
+    return dx.view_as(dy), dW
 
 
 # %% [markdown]
@@ -122,11 +152,10 @@ dense = one_device(config, (0.0, 0.0))
 
 # %% [markdown]
 # ## The layer on ranks
-# Each rank runs the listing, and `vjp` derives the backward pass from the cotangents of the collectives. The router is
-# on every rank, so its gradient is a partial sum {U_X}, which is reduced at the end. In the tables, the two ragged
-# AllToAlls of each pass are all the communication, apart from counts and router. Between the two of the forward are
-# three products for each of the rank's two experts; they have no FLOPs where an expert got no rows. (The backward's
-# products are torch's own and are not listed.) V is the book's measure, the bytes of the whole array. A rank knows only
+# Each rank runs both listings. The router is on every rank, so its gradient is a partial sum {U_X}, which is reduced at
+# the end. In the tables, the two ragged AllToAlls of each pass are all the communication, apart from counts and router.
+# Between the two of the forward are three products for each of the rank's two experts, and in the backward six; they
+# have no FLOPs where an expert got no rows. V is the book's measure, the bytes of the whole array. A rank knows only
 # its own rows, so the table has X times these, which is right on average.
 
 
@@ -136,9 +165,10 @@ def one_layer(mesh) -> dict:
     (want, *_), (want_grads, want_dx), _ = dense
     params, (x, dy) = tree.shard(params, SPECS, mesh), tree.shard([x, dy], list(ROWS.values()), mesh)
     with trace() as forward:
-        y, pull, experts = vjp(lambda params, x: layer(params, x, mesh), params, x, has_aux=True)
+        y, saved = layer(params, x, mesh)
     with trace() as backward:
-        grads, dx = pull(dy)
+        dx, grads = layer_backward(params, dy, saved, mesh)
+    (_, _, experts, _), *_ = saved
     d = grads["router"]  # d[D, E] {U_X}, like the gradient of every replicated weight
     grads["router"] = all_reduce("d[D, E] {U_X} -> d[D, E]", d, mesh)
     moved = forward.collectives()[1:] + backward.collectives()  # the rows: all but the counts
@@ -207,7 +237,8 @@ page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choice
 # Now the same layer runs by `scaling.strategies.expert`, with the features of real models: sigmoid scores, a bias, an
 # expert that every token shares, and the auxiliary losses. Experts are split over the data axis X or over an axis E of
 # their own. C splits the sequences, and Y splits F inside each expert. A capacity limits how many tokens an expert
-# takes, and drops the same ones on every mesh. The backward pass recomputes each layer with the same routing.
+# takes, and drops the same ones on every mesh. The backward pass computes the layer again with the same routing, as
+# `--remat block` does.
 
 # %%
 full = config.with_(routing="sigmoid", shared=1)
@@ -231,25 +262,23 @@ def on_layout(mesh, axis, tensor, spec, config, reference):
     over = tuple(dict.fromkeys((*parse(spec).axes, *([tensor] if tensor else []))))
     copies = 1 if tensor is None or tensor in parse(spec).axes else mesh.sizes[tensor]  # of y; each takes a share of dy
 
-    def once(params, x, routing):
-        routing = routing or expert.route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
-        y, aux = expert.moe(params, x, config, mesh, axis, tensor=tensor, spec=spec, routing=routing)
-        return (y, aux["balance"], aux["z"]), routing
-
-    def remade(params, x):
-        outs, routing = moe.checkpoint_routed(once)(params, x)
-        return outs, routing.load
+    at = expert.expert_layout(mesh, config.E, axis, tensor, spec)
+    routing = expert.route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
+    tokens = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh) if at.sequence else x
+    given = {"y": tokens, "routing": routing}, config, mesh, at
+    y, losses, _ = expert.forward(params, *given)
+    *_, saved = expert.forward(params, *given)  # again, for the backward
+    dx, dW = expert.backward(params, dy / copies, dict(zip(losses, weights, strict=True)), saved, *given[1:])
 
     def whole(grad, spec):
         spec = parse(spec)
         return tree.unshard(grad, spec.with_unreduced([axis for axis in over if axis not in spec.axes]), mesh)
 
-    (y, *losses), pull, load = vjp(remade, params, x, has_aux=True)
-    losses = [all_reduce(f"l[] {{U_{format_axes(over)}}} -> l[]", loss, mesh) for loss in losses]
-    grads = tree.map(whole, pull((dy / copies, *weights)), (types, spec))
+    losses = [all_reduce(f"l[] {{U_{format_axes(over)}}} -> l[]", loss, mesh) for loss in losses.values()]
+    grads = tree.map(whole, (dW, dx), (types, spec))
     (want, *want_losses), want_grads, want_load = reference
     pairs = (tree.unshard(y, spec, mesh), want), (losses, want_losses), (grads, want_grads)
-    return [difference(*pair, mesh) for pair in pairs], difference(load, want_load, mesh) == 0
+    return [difference(*pair, mesh) for pair in pairs], difference(routing.load, want_load, mesh) == 0
 
 
 # %% [markdown]
@@ -327,8 +356,10 @@ v3, big, length = get("deepseek-v3"), AbstractMesh({"P": 32, "X": 64}), 30_720
 weights = empty(expert.specs(v3, "X"), v3.sizes, big)
 tokens = torch.empty(1, length, v3.D, dtype=torch.bfloat16, device="meta")
 with trace() as log:
-    y, pull = vjp(lambda x: expert.moe(weights, x, v3, big, "X", spec="x[B_PX, T, D]")[0], tokens)
-    pull(y)
+    at = expert.expert_layout(big, v3.E, "X", spec="x[B_PX, T, D]")
+    routing = expert.route_tokens(weights, tokens, v3, big, "X", spec="x[B_PX, T, D]")
+    y, losses, saved = expert.forward(weights, {"y": tokens, "routing": routing}, v3, big, at)
+    expert.backward(weights, y, dict.fromkeys(losses, 1.0), saved, v3, big, at)
 moved = [event for event in log.collectives() if "R" in event.after.dim_names]
 page.title(f"One layer of DeepSeek-V3, forward and backward, on {big.size():,} abstract chips, bf16")
 page.same([

@@ -235,12 +235,11 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     if config.latent:  # the latents before and after their norms, in addition to the heads
         s, N, R = config.sizes, config.N, config.latent.q_rank
         heads, norms = {"A_Q": R, "A_KV": s["M"], "Q": N * s["A"], "KV": N * s["W"]}, norms + R + s["C"]
-    matmuls = block | heads | {"Attn": D, "Tmp": (config.matrices - 1) * F}
+    rows = 2 * config.k * D if config.moe else 0  # that experts receive and return
+    matmuls = block | heads | {"Attn": D, "Tmp": (config.matrices - 1) * F, "rows": rows}
     if remat == "matmuls":
         return matmuls
     attended = {"heads": Q, "statistics": config.N} if remat != "attention" else {}  # Q and K are kept rotated
-    if config.moe:  # rows that experts receive and return, the sum of the latter, and the router's fp32 input
-        norms += (2 * config.k + 2) * D
     return matmuls | {"norms": norms} | attended | {"activation": F, "product": F if config.gated else 0}
 
 

@@ -16,20 +16,26 @@ Switch Transformer (arxiv.org/abs/2101.03961, equations 4 to 6) and ST-MoE (arxi
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.collectives import einsum
+from scaling.collectives.linear import followed
 from scaling.configs import Config
+from scaling.models.layer import Values, gate_features
+from scaling.models.pointwise import FUNCTIONS
 from scaling.models.remat import computed_again
-from scaling.scaled import TapedMatrix
+from scaling.scaled import Scaled
+from scaling.spec import parse_line
 
 BITS = 32  # precision at which scores are compared
 OF_EACH = ("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out")  # the leaves of each expert
 ALPHA = 1.702  # of GPT-OSS's gate, x sigmoid(1.702 x), which is close to GELU
+
+Counts = Sequence[int] | int | None  # the rows of each expert, as `by_expert` takes them
 
 
 def route(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -119,17 +125,24 @@ class Rows(NamedTuple):
         own = weights.new_zeros(len(Row) + dropped).scatter(0, self.place.flatten(), weights.flatten())
         return Row * own[: len(Row), None].to(Row.dtype)
 
-    def collect(self, Out: Tensor, weights: Tensor) -> Tensor:
+    def collect(self, Out: Tensor, weights: Tensor | None = None) -> Tensor:
         """Out[R, D], weights[n, k] -> y[n, D]: the weighted sum over each token's choices; dropped ones add nothing."""
         if len(Out) < self.place.numel():
             Out = F.pad(Out, (0, 0, 0, 1))
         picked = Out.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
-        return (picked * weights[..., None].to(Out.dtype)).sum(1)
+        return (picked if weights is None else picked * weights[..., None].to(Out.dtype)).sum(1)
 
-    def sent(self, x: Tensor, weights: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    def dotted(self, Row: Tensor, x: Tensor) -> Tensor:
+        """Row[R, D], x[n, D] -> the dot product [n, k] of each choice's row and its token; 0 for dropped choices."""
+        if len(Row) < self.place.numel():
+            Row = F.pad(Row, (0, 0, 0, 1))
+        picked = Row.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
+        return (picked @ x[..., None]).squeeze(-1)
+
+    def sent(self, x: Tensor, weights: Tensor, config: Config) -> tuple[Tensor, Tensor | None]:
         """Return (Row[R, D] of x[n, D] for the experts, the weights of their results), by the model's routing."""
         Row = self.spread(x)
-        return (self.scaled(Row, weights), torch.ones_like(weights)) if config.routing == "inputs" else (Row, weights)
+        return (self.scaled(Row, weights), None) if config.routing == "inputs" else (Row, weights)
 
 
 def expert_rows(experts: Tensor, E: int, kept: Tensor | None = None) -> Rows:
@@ -153,63 +166,111 @@ def position(experts: Tensor, E: int) -> Tensor:
     return rows.place - first[experts]
 
 
-def mlp(W: dict, Row: Tensor, clamp: float | None = None, over: str = "", parts: int = 1) -> Tensor:
-    """Row[R, D] -> Out[R, D] {U_Y} through W_in[D, F_Y], W_out[F_Y, D]: SwiGLU if there is a W_gate[D, F_Y], else GELU.
+def by_expert(
+    line: str, Row: Tensor, W: Any, counts: Counts, product: Callable = einsum, add_to: Tensor | None = None
+) -> Tensor:
+    """Return the product of each expert's rows and its matrix: the first counts[0] rows times W[0], and so on.
 
-    `over` is the subscript of the axes that split F, such as "_Y"; each of the `parts` ranks along them adds its part
-    of the bias of Out.
+    The line is that of one expert, `Row[R, D] * W_in[D, F] -> Tmp[R, F]`. If each expert has the same number of rows,
+    `counts` may be that number; the product is then one for all experts. None: there is one matrix for all rows.
+    Matrices with scales multiply the rows of all experts in one call, so that all rows are quantized together. With
+    `add_to` the products are added to it.
     """
-    Tmp = einsum(f"Row[R, D] * W_in[D, F{over}] -> Tmp[R, F{over}]", Row, W["W_in"])
-    line, partial_sum = f"Row[R, D] * W_gate[D, F{over}] -> Gate[R, F{over}]", f" {{U{over}}}" if over else ""
-    Act = act_rows(W, Tmp, einsum(line, Row, W["W_gate"]) if "W_gate" in W else None, clamp)
-    Out = einsum(f"Act[R, F{over}] * W_out[F{over}, D] -> Out[R, D]{partial_sum}", Act, W["W_out"])
-    return Out + W["b_out"] / parts if "b_out" in W else Out
-
-
-def act_rows(W: dict, Tmp: Tensor, Gate: Tensor | None, clamp: float | None) -> Tensor:
-    """Return Act[R, F] of the products of an expert's rows, to which its biases are added.
-
-    With a `clamp` both products are kept within it, and Act = (Tmp + 1) Gate sigmoid(1.702 Gate) (GPT-OSS).
-    """
-    Tmp = Tmp + W["b_in"] if "b_in" in W else Tmp
-    if Gate is None:
-        return F.gelu(Tmp)
-    Gate = Gate + W["b_gate"] if "b_gate" in W else Gate
-    if clamp is None:
-        return F.silu(Gate) * Tmp
-    Gate, Tmp = Gate.clamp(max=clamp), Tmp.clamp(-clamp, clamp)
-    return (Tmp + 1) * Gate * torch.sigmoid(ALPHA * Gate)
-
-
-def shared_experts(W: dict, x: Tensor, mlp: Callable = mlp) -> Tensor:
-    """x[n, D] through the experts that every token passes, times a sigmoid of the token if there is a gate[D]."""
-    Out = mlp(W, x)
-    return Out * (x @ W["gate"]).sigmoid()[..., None] if "gate" in W else Out
-
-
-def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: "Sequence[int] | int") -> Tensor:
-    """Row[R, D] -> Out[R, D]: the first counts[0] rows through `mlp(weights, rows)` of the first expert, and so on.
-
-    If each expert has the same number of rows, `counts` may be that number; each product is then one for all experts.
-    Matrices with scales multiply the rows of all experts in one call, so that all rows are quantized together.
-    """
-    names = [name for name in OF_EACH if name in params]
+    add = {} if add_to is None else {"out": add_to, "add": True}
+    if counts is None:
+        return product(line, Row, W, **add)
     if isinstance(counts, int):
-        each = {name: params[name] for name in names}
-        return torch.vmap(mlp)(each, Row.unflatten(0, (-1, counts))).flatten(0, 1)
-    if isinstance(params["W_in"], TapedMatrix):
-        each = {name: params[name] for name in names}
-        for name, W in each.items():
-            each[name] = W.grouped(counts) if isinstance(W, TapedMatrix) else _of_rows(W, counts)
-        return mlp(each, Row)
-    weights = zip(*(params[name].unbind() for name in names), strict=True)
-    parts = zip(weights, Row.split(list(counts)), strict=True)
-    return torch.cat([mlp(dict(zip(names, W, strict=True)), rows) for W, rows in parts])
+        return torch.vmap(partial(product, line))(Row.unflatten(0, (-1, counts)), W).flatten(0, 1)
+    if isinstance(W, Scaled):
+        return product(line, Row, W, counts=counts, **add)
+    parts = [*zip(Row.split(list(counts)), W.unbind(), strict=True)]
+    if followed(Row) or followed(W):
+        return torch.cat([product(line, rows, own) for rows, own in parts])
+    typed = parse_line(line)
+    width = W.shape[1 + typed.operands[1].index(typed.result.dim_names[-1])]
+    Out = Row.new_empty(len(Row), width) if add_to is None else add_to
+    for (rows, own), out in zip(parts, Out.split(list(counts)), strict=True):
+        product(line, rows, own, out=out, add=bool(add))
+    return Out
 
 
-def _of_rows(b: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the expert's bias b[e] of each row."""
-    return torch.cat([own.expand(n, -1) for own, n in zip(b, counts, strict=True)])
+def gradient_by_expert(
+    W: dict, name: str, line: str, a: Tensor, b: Tensor, counts: Sequence[int] | None
+) -> dict[str, Tensor]:
+    """Return {name: dW}, by the line of one expert, `Row[R, D] * dTmp[R, F] -> dW_in[D, F]`, from all experts' rows."""
+    if counts is None:
+        return {name: einsum(line, a, b)}
+    dW = a.new_empty(W[name].shape)
+    for own, *rows in zip(dW, a.split(list(counts)), b.split(list(counts)), strict=True):
+        einsum(line, *rows, out=own)
+    return {name: dW}
+
+
+def sum_by_expert(Row: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Row[R, D] -> the sum [E, D] of each expert's rows, the gradient of its bias; with counts=None that of all."""
+    return Row.sum(0) if counts is None else torch.stack([rows.sum(0) for rows in Row.split(list(counts))])
+
+
+def activate_rows(
+    W: dict, s: Values, config: Config, counts: Counts = None, product: Callable = einsum, R: str = "", Y: str = ""
+) -> Values:
+    """Add to `s`, which has Row[R, D], what is missing of Act[R, F_Y] and its products.
+
+    `R` and `Y` are the subscripts of the axes that split the rows and F, such as "_Y". With a `clamp` both products are
+    kept within it, and Act = (Tmp + 1) Gate sigmoid(1.702 Gate) (GPT-OSS).
+    """
+    if "Tmp" not in s:
+        line = f"Row[R{R}, D] * W_in[D, F{Y}] -> Tmp[R{R}, F{Y}]"
+        s = s | {"Tmp": biased_rows(by_expert(line, s["Row"], W["W_in"], counts, product), W.get("b_in"), counts)}
+        if "W_gate" in W:
+            line = f"Row[R{R}, D] * W_gate[D, F{Y}] -> Gate[R{R}, F{Y}]"
+            Gate = by_expert(line, s["Row"], W["W_gate"], counts, product)
+            s["Gate"] = biased_rows(Gate, W.get("b_gate"), counts)
+    if "Act" in s:
+        return s
+    if config.clamp is None:
+        return s | gate_features(W, s["Tmp"], s.get("Gate"), config)
+    Gate = s["Gate"].clamp(max=config.clamp)
+    Open = Gate * torch.sigmoid(ALPHA * Gate)
+    return s | {"Open": Open, "Act": (s["Tmp"].clamp(-config.clamp, config.clamp) + 1) * Open}
+
+
+def activate_rows_vjp(dAct: Tensor, s: Values, config: Config) -> tuple[Tensor, Tensor | None]:
+    """Return (dTmp, dGate) of `activate_rows`; dGate is None without a gate."""
+    _, act_vjp = FUNCTIONS[config.nonlinearity]
+    if "Gate" not in s:
+        return act_vjp(dAct, s["Tmp"]), None
+    if config.clamp is None:
+        return dAct * s["Open"], act_vjp(dAct * s["Tmp"], s["Gate"])
+    Tmp, Gate = s["Tmp"].clamp(-config.clamp, config.clamp), s["Gate"].clamp(max=config.clamp)
+    opened = torch.sigmoid(ALPHA * Gate)
+    slope = opened * (1 + ALPHA * Gate * (1 - opened))
+    return dAct * s["Open"] * (Tmp == s["Tmp"]), dAct * (Tmp + 1) * slope * (Gate == s["Gate"])
+
+
+def biased_rows(Row: Tensor, b: Tensor | None, counts: Counts) -> Tensor:
+    """Return the rows plus their expert's bias b[E, ..], if there is one; `counts` are as in `by_expert`."""
+    if b is None:
+        return Row
+    if counts is None:
+        return Row + b
+    if isinstance(counts, int):
+        return (Row.unflatten(0, (-1, counts)) + b[:, None]).flatten(0, 1)
+    return Row + torch.cat([own.expand(n, -1) for own, n in zip(b, counts, strict=True)])
+
+
+def mlp(W: dict, Row: Tensor, config: Config, counts: Counts = None) -> Tensor:
+    """Row[R, D] -> Out[R, D] on one device, through one expert or, with `counts`, each through its own."""
+    Act = activate_rows(W, {"Row": Row}, config, counts)["Act"]
+    return biased_rows(
+        by_expert("Act[R, F] * W_out[F, D] -> Out[R, D]", Act, W["W_out"], counts), W.get("b_out"), counts
+    )
+
+
+def shared_experts(W: dict, x: Tensor, config: Config) -> Tensor:
+    """x[n, D] through the experts that every token passes, times a sigmoid of the token if there is a gate[D]."""
+    Out = mlp(W, x, config)
+    return Out * (x @ W["gate"]).sigmoid()[..., None] if "gate" in W else Out
 
 
 def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
@@ -224,12 +285,11 @@ def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = No
     flat, chosen = x.flatten(0, -2), experts.flatten(0, -2)
     capacity = capacity_of(config, len(flat))
     rows = expert_rows(chosen, config.E, None if capacity is None else position(chosen, config.E) < capacity)
-    own = partial(mlp, clamp=config.clamp)
     logits, load = router_logits(flat, params["router"], params.get("b_router")), load_of(chosen, config.E)
     Row, weights = rows.sent(flat, weigh(logits, chosen, config), config)
-    y = rows.collect(by_expert(own, params, Row, rows.counts.tolist()), weights)
+    y = rows.collect(mlp(params, Row, config, rows.counts.tolist()), weights)
     if "shared" in params:
-        y = y + shared_experts(params["shared"], flat)
+        y = y + shared_experts(params["shared"], flat, config)
     return y.view_as(x), losses(logits.view(*x.shape[:-1], -1), experts, config) | {"load": load}
 
 
@@ -254,11 +314,11 @@ def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None
         W = {name: params[name][e] for name in OF_EACH if name in params}
         weight = weights[..., e, None].to(x.dtype)
         if config.routing == "inputs":
-            y = y + mlp(W, (weight * x).flatten(0, -2), config.clamp).view_as(x)
+            y = y + mlp(W, (weight * x).flatten(0, -2), config).view_as(x)
         else:
-            y = y + weight * mlp(W, x.flatten(0, -2), config.clamp).view_as(x)
+            y = y + weight * mlp(W, x.flatten(0, -2), config).view_as(x)
     if "shared" in params:
-        y = y + shared_experts(params["shared"], x.flatten(0, -2)).view_as(x)
+        y = y + shared_experts(params["shared"], x.flatten(0, -2), config).view_as(x)
     return y, losses(logits, experts, config) | {"load": load}
 
 

@@ -146,9 +146,6 @@ def rms_norm_vjp(x: Tensor, dy: Tensor) -> Tensor:
 def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
     """Return (f(*primals), pull) over trees of tensors: pull(cotangents) -> a cotangent of each primal.
 
-    `pull` ignores a second argument, so that it can be called as the one of `scaled.vjp_of_scaled` is, which needs the
-    primals' forms in the backward pass.
-
     This equals torch.func.vjp, which costs more per collective and whose first call imports the compiler, so that every
     rank that torchrun starts would wait for it. A tensor that the result does not depend on, or that holds whole
     numbers, gets a cotangent of zeros. Under a compiler torch.func.vjp is used.
@@ -169,7 +166,7 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
         out = f(*cast(tuple, structure.unflatten(inputs)))
     results = tree.leaves(out)
 
-    def pull(cotangents, _=None) -> tuple:
+    def pull(cotangents) -> tuple:
         found = tape_gradients(results, edges, tree.leaves(cotangents))
         known, grads = dict(zip(floats, found, strict=True)), []
         for i, (shape, dtype, device) in enumerate(kinds):

@@ -98,10 +98,9 @@ def beside_state(
 
     stored = min(1.0, job.param_bytes / act)  # frozen weights in 4 bits are gathered as they are stored
     gathered = (1 + stored * (layers > 1)) * act * (dense + experts)  # this layer's and the next one's
-    on_tape = np.logical_not(is_one(l.remat, POLICIES, "block")) & (w.experts > 0)  # which keeps all layers' weights
-    gathered = np.where(sharded, np.where(on_tape, layers * act * (dense + experts), gathered), 0.0)
+    gathered = np.where(sharded, gathered, 0.0)
     forward, back = (gathered + moment for moment in moments_of_layer(job, c, l))
-    loss = _loss(job, c, l) + np.where(on_tape, gathered, 0.0)
+    loss = _loss(job, c, l)
     embedding = (4 * (grad > 0) + grad * (grad < 4)) * first  # its gradient in fp32, and in the dtype of gradients
     flying = np.where(sharded & np.logical_not(once), whole / layers, 0.0)  # a layer's gradients, whole, are scattered
     new = gathered + act * (grad > 0) * (dense + experts) + flying + 2 * c.tokens * w.D / l.tensor * act
@@ -169,7 +168,8 @@ def moments_of_layer(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     The backward pass holds most at the end of the MLP or of attention, when the norm is differentiated. It then holds
     the arrays computed again, the cotangents, the gradients of weights in the dtype of the products, and the norm's two
     arrays, plus one in fp32. In both passes of a layer with experts, a token also has rows of D for each of its
-    experts, in several forms at once while the experts' results are weighted.
+    experts, in up to three forms at once: the cotangents of its results, and those of its rows before and after they
+    are sent.
     """
     w, act, Y = job.work, job.act_bytes, l.tensor
     token = act * c.tokens
@@ -187,7 +187,9 @@ def moments_of_layer(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     if w.experts:
         rows = w.copies * w.D
         forward = token * (before + mlp + 2 * rows + 3 * D + wide)
-        first = np.maximum(forward, token * (before + mlp + rows + 4 * D + wide) + new * experts * (2 - w.up))
+        products = w.inner * w.up / Y  # dTmp and dGate
+        first = token * (before + mlp + products + 4 * D + wide)
+        first = np.maximum(first + token * 3 * rows, first + token * rows + new * experts)
     else:
         forward, first = 0.0, token * (before + mlp + wide + w.inner / Y + 6 * D) + new * (dense - w.projections / Y)
     masks = np.where(l.context == 1, token * job.seq * w.masks, 0.0) * job.runs

@@ -88,6 +88,7 @@ def work_of(config: Config, seq: int) -> LayerWork:
     attends = tm.forward_flops(config, 1, seq, causal=True)["attention"] / seq / L
     widths = {policy: tm.saved_widths(config, policy) for policy in tm.POLICIES}
     kept = {policy: sum(row.values()) for policy, row in widths.items()}
+    whole = {policy: row.get("norms", 0) + row.get("rows", 0) for policy, row in widths.items()}  # on each tensor rank
     latent = config.latent
     return LayerWork(
         L=L, D=config.D, heads=config.N, kv_heads=config.N if latent else config.K, dense=dense,
@@ -97,7 +98,7 @@ def work_of(config: Config, seq: int) -> LayerWork:
         exchanged=tm.kv_cache_bytes(config, 1, 1) / L, copies=config.k if config.moe else 0,
         groups=config.top_groups if config.expert_groups > 1 else config.E, experts_count=config.E,
         saved={
-            policy: (kept[policy] - widths[policy].get("norms", 0), widths[policy].get("norms", 0))
+            policy: (kept[policy] - whole[policy], whole[policy])
             for policy in tm.POLICIES
         },
         again={policy: again(config, policy) for policy in tm.POLICIES}, masks=len({*config.windows}),

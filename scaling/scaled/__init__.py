@@ -13,12 +13,10 @@ from scaling.scaled.arrays import Scaled, check_block, dequantize, quantize
 from scaling.scaled.recipes import (
     RECIPES,
     UNSCALED,
-    TapedMatrix,
     check_matrix,
     gather_matrix,
     products_of,
-    vjp_of_scaled,
 )
 
-__all__ = ["RECIPES", "UNSCALED", "Scaled", "TapedMatrix", "dequantize", "quantize"]
-__all__ += ["check_block", "check_matrix", "gather_matrix", "products_of", "vjp_of_scaled"]
+__all__ = ["RECIPES", "UNSCALED", "Scaled", "dequantize", "quantize"]
+__all__ += ["check_block", "check_matrix", "gather_matrix", "products_of"]

@@ -118,7 +118,9 @@ PLANTED = {  # in lines that only some families have: a program that runs them, 
     "squares of a part of D": (
         TWO_D, FORM, r"square = all_reduce\(.*, (mean_square\(y\)), at.mesh.*\)", r"square = \1",
     ),
-    "a bias of an expert on each rank": ("transformer, sinks, XY", EXPERT, r"parts=copies", "parts=1"),
+    "a bias of an expert on each rank": (
+        "transformer, sinks, XY", EXPERT, r"mesh.size\(at.tensor\), routing.counts", "1, routing.counts",
+    ),
     "a state that is not handed on": (STATE, RULE, r"S = handed_on\(.*, S, mesh\)\n", "pass\n"),
     "a tail that is not handed on": (STATE, RULE, r"handed_on\(.*, (tail), mesh\)", r"\1"),
     "a gradient over C": (STATE, RULE, r"dW_BA\[D, k_Y, u\] {U_PXEC}", "dW_BA[D, k_Y, u] {U_PXE}"),

@@ -75,7 +75,7 @@ whole gradients and tables of earlier microbatches   L8                   X=4   
 no sums before the first backward                    L8                   Z=4      attention   4
 gradients of a layer, whole and new                  L8                   X=4      block       1
 a tied table that waits for both ends                L8.with_(tied=True)  X=4      block       1
-weights of experts on the tape                       EXPERTS              X=2,E=2  none        1
+weights and rows of experts, kept                    EXPERTS              X=2,E=2  none        1
 rows of experts                                      EXPERTS              X=2,E=2  block       2
 experts on stages                                    EXPERTS              Z=2,X=2  block       2
 """

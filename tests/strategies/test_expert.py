@@ -13,6 +13,7 @@ from problems import SIGMOID, SOFTMAX, close, drawn, on_one_device, problem, pul
 from torch.func import vjp
 
 from scaling import tree
+from scaling.collectives import all_gather
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import moe as one_device
@@ -40,7 +41,7 @@ def dense(config, how):
         return y, *(aux[name] for name in COEF)
 
     (params, x), cotangents = differentiated(config, how)
-    experts = one_device.choose_experts(x, params["router"], config, params.get("bias"))
+    experts = one_device.choose_experts(x, params["router"], config, params.get("bias"), params.get("b_router"))
     return on_one_device(f, (params, x), cotangents), experts, one_device.load_of(experts, config.E)
 
 
@@ -53,17 +54,27 @@ def on_mesh(mesh, axis, tensor, spec, config, how, way):
     tokens = parse("m[B, T]").with_axes("B", batch).with_axes("T", times)
     options = {"tensor": tensor, "spec": spec}
 
-    def layer(params, x, routing=None):
-        if routing is None:
-            routing = expert.route_tokens(params, x, config, mesh, axis, **options)
-        y, aux = expert.moe(params, x, config, mesh, axis, **options, routing=routing)
-        return (y, *(aux[name] for name in COEF)), routing
+    def layer(params, x):
+        y, aux = expert.moe(params, x, config, mesh, axis, **options)
+        return y, *(aux[name] for name in COEF)
 
-    f = one_device.checkpoint_routed(layer) if way == "remat" else layer
+    def lines(_, params, x):
+        given = config, mesh, expert.expert_layout(mesh, config.E, axis, **options)
+        routing, at = expert.route_tokens(params, x, config, mesh, axis, **options), given[-1]
+        x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh) if at.sequence else x
+        y, aux, s = expert.forward(params, {"y": x, "routing": routing}, *given)
+        s = {name: value for name, value in s.items() if name not in ("Act", "Open")}
+
+        def pull(cotangents):
+            dy, *dLoss = cotangents
+            return expert.backward(params, dy, dict(zip(COEF, map(float, dLoss), strict=True)), s, *given)[::-1]
+
+        return (y, *(aux[name] for name in COEF)), pull
+
     partial_sum = f"a[] {{U_{format_axes(tuple(mesh.sizes))}}}"
     results = spec, partial_sum, partial_sum
-    by = tape if way == "autograd" else vjp
-    found = pulled(lambda params, x: f(params, x)[0], mesh, operands, types, results, cotangents, by)
+    by = {"lines": lines, "vjp": vjp, "autograd": tape}[way]
+    found = pulled(layer, mesh, operands, types, results, cotangents, by)
     params, x = tree.shard(operands, types, mesh)
     experts = expert.route_tokens(params, x, config, mesh, axis, **options).experts.view(len(x), -1, config.k)
     experts = tree.unshard(experts, f"e[{str(tokens)[2:-1]}, K]", mesh)
@@ -75,21 +86,26 @@ EVEN = [  # what else the load is to be even over
     SOFTMAX.with_(balance_first=True),
     SIGMOID.with_(balance_by="sequence", balance_first=True, capacity=0.5),
 ]
-OTHERS = [(config, "plain", "remat") for config in EVEN]
-TWO_AXES = [(SIGMOID, "plain", "vjp"), (SOFTMAX.with_(capacity=0.4), "plain", "vjp")]
+OTHERS = [(config, "plain", "lines") for config in EVEN]
+TWO_AXES = [(SIGMOID, "plain", "lines"), (SOFTMAX.with_(capacity=0.4), "plain", "lines")]
+VARIANTS = [  # of GPT-OSS, Llama 4, Qwen2
+    (SOFTMAX.with_(expert_bias=True, clamp=0.7), "plain", "lines"),
+    (SIGMOID.with_(routing="inputs", k=1, norm_topk=False, capacity=1.0), "plain", "lines"),
+    (SOFTMAX.with_(shared=2, shared_gate=True, norm_topk=False), "plain", "lines"),
+]
 X = "x[B_X, T, D]"
 CASES = {  # mesh, the experts' axes, the features', the tokens' type: (config, tokens, how it is differentiated)
-    "X=1": ({"X": 1}, "X", None, X, [(SOFTMAX, "plain", "vjp")]),
-    "X=2": ({"X": 2}, "X", None, X, [(SOFTMAX, "ties", "remat"), (SIGMOID, "one", "autograd"), *OTHERS]),
+    "X=1": ({"X": 1}, "X", None, X, [(SOFTMAX, "plain", "lines")]),
+    "X=2": ({"X": 2}, "X", None, X, [(SOFTMAX, "ties", "lines"), (SIGMOID, "one", "autograd"), *OTHERS]),
     "X=4": (
         {"X": 4}, "X", None, X,
-        [(SOFTMAX, "one", "vjp"), (EVEN[0], "plain", "remat"), (SIGMOID.with_(capacity=0.5), "one", "vjp"),
-         (SOFTMAX.with_(k=1, gated=False, capacity=0.6), "plain", "autograd")],
+        [(SOFTMAX, "one", "lines"), (EVEN[0], "plain", "lines"), (SIGMOID.with_(capacity=0.5), "one", "vjp"),
+         (SOFTMAX.with_(k=1, gated=False, capacity=0.6), "plain", "lines")],
     ),
     "X=2 Y=2": ({"X": 2, "Y": 2}, "X", "Y", X, [*TWO_AXES, OTHERS[2]]),
-    "X=2 Y=2, tokens": ({"X": 2, "Y": 2}, "X", "Y", "x[B_X, T_Y, D]", [*TWO_AXES, *OTHERS]),
+    "X=2 Y=2, tokens": ({"X": 2, "Y": 2}, "X", "Y", "x[B_X, T_Y, D]", [*TWO_AXES, *OTHERS, *VARIANTS]),
     "X=2 E=2": ({"X": 2, "E": 2}, "E", None, "x[B_XE, T, D]", [TWO_AXES[1], *OTHERS]),
-    "X=2 C=2": ({"X": 2, "C": 2}, "X", None, "x[B_X, T_C, D]", [TWO_AXES[0], *OTHERS]),
+    "X=2 C=2": ({"X": 2, "C": 2}, "X", None, "x[B_X, T_C, D]", [TWO_AXES[0], *OTHERS, VARIANTS[1]]),
     "EX": ({"X": 2, "E": 2}, "EX", None, "x[B_EX, T, D]", [*TWO_AXES, (EVEN[1], "plain", "vjp")]),
 }  # fmt: skip
 
@@ -119,16 +135,13 @@ def test_bytes_are_real_and_computing_again_routes_nothing(mesh):
     types = expert.specs(SOFTMAX, "X"), "x[B_X, T, D]", "dy[B_X, T, D]"
     params, x, dy = tree.shard((params, x, dy), types, mesh)
 
-    def layer(params, x, routing):
-        if routing is None:
-            routing = expert.route_tokens(params, x, SOFTMAX, mesh, "X")
-        return (expert.moe(params, x, SOFTMAX, mesh, "X", routing=routing)[0],), routing
-
+    given = SOFTMAX, mesh, expert.expert_layout(mesh, SOFTMAX.E, "X")
     with trace() as forward:
-        _, pull = vjp(lambda params, x: one_device.checkpoint_routed(layer)(params, x)[0], params, x)
+        s = {"y": x, "routing": expert.route_tokens(params, x, SOFTMAX, mesh, "X")}
+        expert.forward(params, s, *given)
     again = patch.object(routing_module, "choose_experts", side_effect=AssertionError("experts are chosen again"))
     with again, trace() as backward:
-        pull((dy,))
+        expert.backward(params, dy, dict.fromkeys(COEF, 0.0), expert.forward(params, s, *given)[2], *given)
 
     experts = tree.unshard(expert.route_tokens(params, x, SOFTMAX, mesh, "X").experts, "e[S_X, K]", mesh)
     to = torch.stack([torch.bincount(each.flatten() // 2, minlength=4) for each in experts.chunk(4)])  # from, to

@@ -18,8 +18,7 @@ from runs import ONE, TINY, records, refusal, train, write_text
 from scaling import launch, tree
 from scaling.collectives import all_gather, all_reduce, wait
 from scaling.mesh import AbstractMesh
-from scaling.strategies import transformer
-from scaling.strategies.transformer import layer as listing
+from scaling.strategies import expert, transformer
 from scaling.trace import trace
 from scaling.train import dcp, flight, guards
 from scaling.train.loop import run
@@ -226,7 +225,7 @@ def test_the_share_of_tokens_of_each_expert_is_recorded_on_every_mesh(ranks, mon
     """As the choices themselves count, of all layers and microbatches."""
     model = TINY.with_(L=2, E=4, k=2, aux_coef=0.01)
     settings = Settings(model, write_text(200), str(Path("one").absolute()), 4, 16, steps=2, microbatches=2)
-    chosen, real = [], listing.route_tokens
+    chosen, real = [], expert.route_tokens
 
     def seen(*given, **how):
         found = real(*given, **how)
@@ -235,7 +234,7 @@ def test_the_share_of_tokens_of_each_expert_is_recorded_on_every_mesh(ranks, mon
 
     Path("one").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(listing, "route_tokens", seen)
+        patch.setattr(expert, "route_tokens", seen)
         run(ONE, replace(settings, eval_batches=1))
     wanted = [torch.cat(chosen[i : i + 4]).bincount(minlength=4) / (2 * 4 * 16 * 2) for i in (0, 4)]  # 2 layers, k = 2
     shares = [record["expert_load"] for record in records("one")]

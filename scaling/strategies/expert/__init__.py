@@ -7,7 +7,7 @@ AllToAlls, which the backward pass reverses. `layer` has the lines. `routing` re
 token goes. It is separate, so that a layer that is recomputed never decides again.
 """
 
-from scaling.strategies.expert.layer import moe
-from scaling.strategies.expert.routing import Routing, experts_of, route_tokens, specs
+from scaling.strategies.expert.layer import backward, forward, moe
+from scaling.strategies.expert.routing import Routing, expert_layout, experts_of, route_tokens, specs
 
-__all__ = ["Routing", "experts_of", "moe", "route_tokens", "specs"]
+__all__ = ["Routing", "backward", "expert_layout", "experts_of", "forward", "moe", "route_tokens", "specs"]

@@ -11,17 +11,31 @@ expert; R is ragged, a different number for each (g, e).
     6. y [B_X, T, D] {U_Y} -> y [B_X, T, D]       AllReduce, or ReduceScatter to T_Y; only if F is split over Y
 """
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import all_gather, all_reduce, all_to_all, ragged_all_to_all, reduce_scatter
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all, reduce_scatter, wait
 from scaling.collectives.checked import alike
 from scaling.configs import Config
-from scaling.models.moe import balance_loss, by_expert, mlp, router_logits, shared_experts, weigh, z_loss
-from scaling.scaled import TapedMatrix
+from scaling.models.layer import Values
+from scaling.models.moe import (
+    Counts,
+    activate_rows,
+    activate_rows_vjp,
+    balance_loss,
+    biased_rows,
+    by_expert,
+    gradient_by_expert,
+    router_logits,
+    sum_by_expert,
+    weigh,
+    z_loss,
+)
+from scaling.models.pointwise import vjp
 from scaling.spec import ShardingError
 from scaling.strategies.expert.routing import ExpertLayout, Routing, expert_layout, route_tokens, specs
 
@@ -66,42 +80,182 @@ def moe(
         alike(mesh, "moe", (*at.experts, *at.tensor), config=config, axis=axis, tensor=tensor, spec=spec)
     if routing is None:
         routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec, fixed=fixed)
+    y = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh) if at.sequence else x
+    Out, aux, _ = forward(params, {"y": y, "routing": routing}, config, mesh, at)
+    return Out, aux | {"load": routing.load}
+
+
+def forward(
+    W: dict, s: Values, config: Config, mesh, at: ExpertLayout, product: Callable = einsum
+) -> tuple[Tensor, dict[str, Tensor], Values]:
+    """y[B_X, T, D] and the routing of `s` -> (Out[B_X, T, D], the losses, s with all that `backward` reads).
+
+    `product` computes the products with the experts' weights.
+    """
+    tokens, routing, (R, Y, U) = s["y"].flatten(0, 1), s["routing"], (at.R, at.Y, at.U)
+    logits = router_logits(s["y"], W["router"], W.get("b_router"))
+    weights, aux = weigh_tokens(logits, routing, config, mesh, at)
+    Row, weights = routing.rows.sent(tokens, weights, config)
+    Row = exchange(f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]", Row, routing, mesh, at)  # 2. critical path
+    Row = routing.by_expert(Row)
+    s = activate_rows(W, s | {"logits": logits, "Row": Row}, config, routing.counts, product, R, Y)
+    line = f"Act[R{R}, F{Y}] * W_out[F{Y}, D] -> Out[R{R}, D]{U}"
+    Out = by_expert(line, s["Act"], W["W_out"], routing.counts, product)  # 3.
+    if "b_out" in W:  # each rank along Y adds a part
+        Out = biased_rows(Out, W["b_out"] / mesh.size(at.tensor), routing.counts)
+    Out = routing.by_group(Out)
+    line = f"Out[G, E{at.X}, R, D]{U} -> Out[G{at.X}, E, R, D]{U}"
+    Out = exchange(line, Out, routing, mesh, at, back=True)  # 4. critical path
+    s["Out"], Out = Out, routing.rows.collect(Out, weights)  # 5.
+    if "shared" in W:
+        Every, s["shared"] = shared_forward(W["shared"], tokens, config, at, product)
+        Out = Out + Every
+    Out = Out.view_as(s["y"])
     if at.sequence:
-        x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh)
-    tokens = x.flatten(0, 1)
-    logits = router_logits(tokens, params["router"], params.get("b_router"))
-    Row, weights = routing.rows.sent(tokens, weigh(logits, routing.experts, config), config)
-    if at.experts:
-        line = f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]"
-        Row = _exchanged(line, Row, routing, at, mesh)  # 2. critical path
-    Row = Row if routing.order is None else Row.index_select(0, routing.order)
-    copies = mesh.size(at.tensor)
-    Out = by_expert(partial(mlp, clamp=config.clamp, over=at.Y, parts=copies), params, Row, routing.counts)  # 3.
-    Out = Out if routing.back is None else Out.index_select(0, routing.back)
-    if at.experts:
-        line = f"Out[G, E{at.X}, R, D]{at.U} -> Out[G{at.X}, E, R, D]{at.U}"
-        Out = _exchanged(line, Out, routing, at, mesh, back=True)  # 4. critical path
-    y = routing.rows.collect(Out, weights)  # 5.
-    if "shared" in params:
-        y = y + shared_experts(params["shared"], tokens, partial(mlp, over=at.Y))
-    y = y.view_as(x)
-    if at.sequence:
-        y = reduce_scatter(f"y[{at.BT}, D]{at.U} -> y[{at.BT_Y}, D]", y, mesh)  # 6. critical path
+        Out = reduce_scatter(f"Out[{at.BT}, D]{U} -> Out[{at.BT_Y}, D]", Out, mesh)  # 6. critical path
     elif at.tensor:
-        y = all_reduce(f"y[{at.BT}, D]{at.U} -> y[{at.BT}, D]", y, mesh)  # 6. critical path
-    logits, count = logits.view(*x.shape[:-1], -1), len(tokens) * at.ranks
-    balance = balance_loss(logits, routing.balanced, config, count, len(x) * mesh.size(at.batch)) / copies
-    return y, {"balance": balance, "z": z_loss(logits, count) / copies, "load": routing.load}
+        Out = all_reduce(f"Out[{at.BT}, D]{U} -> Out[{at.BT}, D]", Out, mesh)  # 6. critical path
+    return Out, aux, s
 
 
-def _exchanged(line: str, x: Tensor, routing: Routing, at: ExpertLayout, mesh, back: bool = False) -> Tensor:
-    """Return the rows after the AllToAll of this line. If their numbers are fixed, R is a dim like any other."""
+def backward(
+    W: dict, dOut: Tensor, dLoss: dict[str, float], s: Values, config: Config, mesh, at: ExpertLayout,
+    product: Callable = einsum, gradient: Callable = gradient_by_expert,
+) -> tuple[Tensor, dict]:  # fmt: skip
+    """dOut[B_X, T, D] -> (dy[B_X, T, D], dW typed as W and unreduced as `moe` says).
+
+    Args:
+        W: The params.
+        dOut: The cotangent of the first result of `forward`; where that has T_Y, so has dy.
+        dLoss: The cotangents of the losses "balance" and "z".
+        s: The third result of `forward`. "Act" and "Open" are computed again if they are missing.
+        config: The model.
+        mesh: The mesh.
+        at: The layout.
+        product: As in `forward`.
+        gradient: gradient(W, name, line, a, b, counts) -> {name: dW}, as `gradient_by_expert`.
+    """
+    tokens, routing, (R, Y, U) = s["y"].flatten(0, 1), s["routing"], (at.R, at.Y, at.U)
+    rows, inputs = routing.rows, config.routing == "inputs"  # whose weights multiply the experts' inputs
+    if at.sequence:
+        dOut = all_gather(f"dOut[{at.BT_Y}, D] -> dOut[{at.BT}, D]", dOut, mesh)  # 6. critical path
+    elif at.tensor:
+        dOut = all_reduce(f"dOut[{at.BT}, D]{U} -> dOut[{at.BT}, D]", dOut, mesh)  # 6. critical path
+    dTokens = dOut.flatten(0, 1)
+    (weights, aux), pull = vjp(lambda logits: weigh_tokens(logits, routing, config, mesh, at), s["logits"])
+    dRows = rows.spread(dTokens) if inputs else rows.scaled(rows.spread(dTokens), weights)  # 5.
+    line = f"dOut[G{at.X}, E, R, D] -> dOut[G, E{at.X}, R, D]"
+    dRows = exchange(line, dRows, routing, mesh, at)  # 4. critical path
+    dRows = routing.by_expert(dRows)
+    s = activate_rows(W, s, config, routing.counts, product, R, Y)
+    dRow, dTmp, dGate = rows_backward(W, dRows, s, config, at, routing.counts, product, R)  # 3.
+    dRow = routing.by_group(dRow)
+    line = f"dRow[G, E{at.X}, R, D]{U} -> dRow[G{at.X}, E, R, D]{U}"
+    dRow = exchange(line, dRow, routing, mesh, at, back=True)  # 2. critical path
+    dweights = rows.dotted(dRow, tokens) if inputs else rows.dotted(s["Out"], dTokens)
+    dy = rows.collect(dRow, weights if inputs else None)  # 1.
+    del dRow
+    dLoss = {name: aux[name].new_full((), d) for name, d in dLoss.items()}
+    dlogits = pull((dweights.to(weights.dtype), dLoss))[0].flatten(0, 1)
+    dy += (dlogits @ W["router"].to(dlogits.dtype).T).to(dy.dtype)
+    dW: dict[str, Any] = {"router": (tokens.to(dlogits.dtype).T @ dlogits).to(W["router"].dtype)}
+    if "bias" in W:  # which enters the choice alone
+        dW["bias"] = torch.zeros_like(W["bias"])
+    if "b_router" in W:
+        dW["b_router"] = dlogits.sum(0).to(W["b_router"].dtype)
+    if "shared" in W:
+        dShared, dW["shared"] = shared_backward(W["shared"], dTokens, s["shared"], config, at, product, gradient)
+        dy += dShared
+    dy = dy.view_as(s["y"])
+    if at.sequence:
+        dy = reduce_scatter(f"dy[{at.BT}, D]{U} -> dy[{at.BT_Y}, D]", dy, mesh, async_op=True)  # critical path
+    dW |= weight_gradients(W, dRows, dTmp, dGate, s, routing.counts, R, Y, gradient)
+    if "b_out" in W:
+        dW["b_out"] = sum_by_expert(dRows / mesh.size(at.tensor), routing.counts)
+    return wait(dy), dW
+
+
+def rows_backward(
+    W: dict, dOut: Tensor, s: Values, config: Config, at: ExpertLayout, counts: Counts, product: Callable, R: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dOut[R, D] -> (dRow[R, D] {U_Y}, dTmp[R, F_Y], dGate[R, F_Y] or None without a gate)."""
+    Y, U = at.Y, at.U
+    dAct = by_expert(f"dOut[R{R}, D] * W_out[F{Y}, D] -> dAct[R{R}, F{Y}]", dOut, W["W_out"], counts, product)
+    dTmp, dGate = activate_rows_vjp(dAct, s, config)
+    del dAct
+    dRow = by_expert(f"dTmp[R{R}, F{Y}] * W_in[D, F{Y}] -> dRow[R{R}, D]{U}", dTmp, W["W_in"], counts, product)
+    if dGate is not None:
+        line = f"dGate[R{R}, F{Y}] * W_gate[D, F{Y}] -> dRow[R{R}, D]{U}"
+        dRow = by_expert(line, dGate, W["W_gate"], counts, product, add_to=dRow)
+    return dRow, dTmp, dGate
+
+
+def weight_gradients(
+    W: dict, dOut: Tensor, dTmp: Tensor, dGate: Tensor | None, s: Values, counts: Any, R: str, Y: str,
+    gradient: Callable,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the gradients of the matrices and of the biases before them, unreduced over the axes R of the rows."""
+    U = f" {{U{R}}}" if R else ""
+    dW = gradient(W, "W_in", f"Row[R{R}, D] * dTmp[R{R}, F{Y}] -> dW_in[D, F{Y}]{U}", s["Row"], dTmp, counts)
+    if dGate is not None:
+        line = f"Row[R{R}, D] * dGate[R{R}, F{Y}] -> dW_gate[D, F{Y}]{U}"
+        dW |= gradient(W, "W_gate", line, s["Row"], dGate, counts)
+    dW |= gradient(W, "W_out", f"Act[R{R}, F{Y}] * dOut[R{R}, D] -> dW_out[F{Y}, D]{U}", s["Act"], dOut, counts)
+    for name, d in (("b_in", dTmp), ("b_gate", dGate)):
+        if d is not None and name in W:
+            dW[name] = sum_by_expert(d, counts)
+    return dW
+
+
+def shared_forward(W: dict, y: Tensor, config: Config, at: ExpertLayout, product: Callable) -> tuple[Tensor, Values]:
+    """y[R, D] -> (Out[R, D] {U_Y} of the experts that every token passes, what the backward reads)."""
+    N, Y, U = at.N, at.Y, at.U
+    s = activate_rows(W, {"Row": y}, config, None, product, N, Y)
+    Out = product(f"Act[R{N}, F{Y}] * W_out[F{Y}, D] -> Out[R{N}, D]{U}", s["Act"], W["W_out"])
+    if "gate" not in W:
+        return Out, s
+    return Out * (y @ W["gate"]).sigmoid()[:, None], s | {"Out": Out}
+
+
+def shared_backward(
+    W: dict, dOut: Tensor, s: Values, config: Config, at: ExpertLayout, product: Callable, gradient: Callable
+) -> tuple[Tensor, dict]:
+    """dOut[R, D] -> (dy[R, D] {U_Y}, dW)."""
+    s, dW, dlogit = activate_rows(W, s, config, None, product, at.N, at.Y), {}, None
+    if "gate" in W:
+        opened = (s["Row"] @ W["gate"]).sigmoid()
+        dlogit = (dOut * s["Out"]).sum(-1) * opened * (1 - opened)
+        dW, dOut = {"gate": dlogit @ s["Row"]}, dOut * opened[:, None]
+    dy, dTmp, dGate = rows_backward(W, dOut, s, config, at, None, product, at.N)
+    if dlogit is not None:
+        dy += dlogit[:, None] * W["gate"]
+    return dy, dW | weight_gradients(W, dOut, dTmp, dGate, s, None, at.N, at.Y, gradient)
+
+
+def weigh_tokens(
+    logits: Tensor, routing: Routing, config: Config, mesh, at: ExpertLayout
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """logits[B, T, E] -> (weights[n, k] of each token's experts, this rank's terms of the losses "balance" and "z").
+
+    The ranks along Y have the same tokens, so each has a share of the losses.
+    """
+    weights = weigh(logits.flatten(0, 1), routing.experts, config)
+    count, copies = len(weights) * at.ranks, mesh.size(at.tensor)
+    balance = balance_loss(logits, routing.balanced, config, count, len(logits) * mesh.size(at.batch))
+    return weights, {"balance": balance / copies, "z": z_loss(logits, count) / copies}
+
+
+def exchange(line: str, Row: Tensor, routing: Routing, mesh, at: ExpertLayout, back: bool = False) -> Tensor:
+    """Return the rows after the AllToAll of this line, which sends them to the experts' ranks, or `back`."""
+    if not at.experts:
+        return Row
+    if isinstance(routing.counts, int):  # the same number for all, so R is a dim like any other
+        ranks = mesh.size(at.experts)
+        return all_to_all(line, Row.unflatten(0, (ranks if back else 1, -1, routing.counts // ranks)), mesh).flatten(
+            0, 2
+        )
     ends = (routing.receives, routing.sends) if back else (routing.sends, routing.receives)
-    if not isinstance(routing.counts, int):
-        return ragged_all_to_all(line, x, *ends, mesh)
-    ranks = mesh.size(at.experts)
-    rows = x.unflatten(0, (ranks if back else 1, -1, routing.counts // ranks))
-    return all_to_all(line, rows, mesh).flatten(0, 2)
+    return ragged_all_to_all(line, Row, *ends, mesh)
 
 
 def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout) -> None:
@@ -113,7 +267,6 @@ def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout)
         raise ShardingError(f"a layer of experts of a {type(params).__name__}\n  fix: give a dict of its params")
     types, sizes = specs(config, at.experts, at.tensor), config.sizes | {"D": x.shape[-1]}
     fix = "give the params of this config, sharded as expert.specs says"
-    params = tree.map(lambda W: W.like if isinstance(W, TapedMatrix) else W, params)
     types.pop("bias", None)
     if params.get("bias") is not None:  # it enters the choice of experts if it is given, whatever the routing
         types["bias"] = "bias[E]"

@@ -65,6 +65,8 @@ class ExpertLayout(NamedTuple):
         X: The subscript of the experts' axes.
         Y: The subscript of F's axes.
         U: The mark of partial sums over F, such as " {U_Y}", or "" if F is whole.
+        N: The subscript of the axes that split the tokens.
+        R: The subscript of those that split the rows of one expert.
         BT: The dims B and T, with their axes.
         BT_Y: The dims B and T, with T split over F's axes as well.
     """
@@ -79,6 +81,8 @@ class ExpertLayout(NamedTuple):
     X: str
     Y: str
     U: str
+    N: str
+    R: str
     BT: str
     BT_Y: str
 
@@ -112,7 +116,8 @@ def _layout(mesh, E: int, axis: ExpertAxes, tensor: ExpertAxes, spec: str | None
             f"  fix: give {format_axes(experts)} a size that divides E"
         )
     B, U = f"B{_on(batch)}", f" {{U{_on(Y)}}}" if Y else ""
-    subscripts = _on(experts), _on(Y), U, f"{B}, T{_on(time)}", f"{B}, T{_on(time + Y)}"
+    N, R = _on(batch + time), _on(tuple(axis for axis in batch + time if axis not in experts))
+    subscripts = _on(experts), _on(Y), U, N, R, f"{B}, T{_on(time)}", f"{B}, T{_on(time + Y)}"
     return ExpertLayout(experts, Y, batch, time, batch + time, sequence, mesh.size(batch + time), *subscripts)
 
 
@@ -140,6 +145,14 @@ class Routing(NamedTuple):
     counts: tuple[int, ...] | int
     order: Tensor | None = None
     back: Tensor | None = None
+
+    def by_expert(self, Row: Tensor) -> Tensor:
+        """Return the rows that arrived, by the group that sent them, in the order of this rank's experts."""
+        return Row if self.order is None else Row.index_select(0, self.order)
+
+    def by_group(self, Row: Tensor) -> Tensor:
+        """Return the rows of this rank's experts in the order in which they arrived."""
+        return Row if self.back is None else Row.index_select(0, self.back)
 
 
 def route_tokens(

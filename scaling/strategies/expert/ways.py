@@ -14,6 +14,8 @@ from scaling.collectives import all_gather, all_to_all, ragged_all_to_all, reduc
 from scaling.models.moe import by_expert, expert_rows
 from scaling.spec import ShardingError
 
+LINE = "A[R, D] * W[D, F] -> Out[R, F]"  # of one expert's rows
+
 
 def masked_loop(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
     """Multiply every token by every expert and mask the products not chosen, with E/k times the FLOPs needed."""
@@ -27,7 +29,7 @@ def masked_loop(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
 def grouped(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
     """Sort one row per choice by expert, and multiply each expert's rows (perhaps none) by it."""
     rows = expert_rows(experts, len(W))
-    Out = by_expert(_product, {"W_in": W}, rows.spread(A), rows.counts.tolist())
+    Out = by_expert(LINE, rows.spread(A), W, rows.counts.tolist())
     return rows.collect(Out, torch.full_like(experts, 1, dtype=A.dtype) / experts.shape[1])
 
 
@@ -39,7 +41,7 @@ def gathered(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str = "X") -> Te
     mine = torch.where((everyone >= first) & (everyone < first + len(W)), everyone - first, len(W))
     kept = mine < len(W)
     rows = expert_rows(mine.clamp(max=len(W) - 1), len(W), kept)  # 3. only its own experts' rows
-    Out = by_expert(_product, {"W_in": W}, rows.spread(A), rows.counts.tolist())
+    Out = by_expert(LINE, rows.spread(A), W, rows.counts.tolist())
     Out = rows.collect(Out, kept.to(A.dtype) / experts.shape[1])  # Out[S, F] {U_X}
     return reduce_scatter(f"Out[S, F] {{U_{axis}}} -> Out[S_{axis}, F]", Out, mesh)  # 4.
 
@@ -66,11 +68,7 @@ def _exchanged(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str) -> Tensor
     sends, receives = rows.counts.view(n, -1).sum(1).tolist(), counts.sum(1).tolist()
     Row = ragged_all_to_all(f"Row[G{X}, E, R, D] -> Row[G, E{X}, R, D]", rows.spread(A), sends, receives, mesh)  # 3.
     order = torch.arange(len(W), device=A.device).repeat(n).repeat_interleave(counts.flatten()).argsort(stable=True)
-    Out = by_expert(_product, {"W_in": W}, Row.index_select(0, order), counts.sum(0).tolist())  # 4. each its own
+    Out = by_expert(LINE, Row.index_select(0, order), W, counts.sum(0).tolist())  # 4. each its own
     Out = Out.index_select(0, order.argsort())
     Out = ragged_all_to_all(f"Out[G, E{X}, R, F] -> Out[G{X}, E, R, F]", Out, receives, sends, mesh)  # 5.
     return rows.collect(Out, torch.full_like(experts, 1, dtype=A.dtype) / experts.shape[1])  # 6. the mean of its k
-
-
-def _product(W: dict, Row: Tensor) -> Tensor:
-    return Row @ W["W_in"]

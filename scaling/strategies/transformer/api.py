@@ -24,9 +24,8 @@ from scaling.models.inputs import check_params, check_range
 from scaling.models.latent import padded
 from scaling.models.layer import Context, all_kept, scale_by, used_gains
 from scaling.models.lora import Lora
-from scaling.models.pointwise import vjp
 from scaling.models.rope import check_positions, layer_tables, restarted
-from scaling.scaled import products_of, vjp_of_scaled
+from scaling.scaled import products_of
 from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
 from scaling.strategies.transformer import types
@@ -254,7 +253,6 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     given: dict[str, Any] = {"einsum": einsum, "adapters": factor_gradients if step.options.lora else None}
     if precision := step.options.precision:
         given["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
-        given["vjp"] = partial(vjp_of_scaled, vjp, precision, step.inside)
     contexts = []
 
     def masks(window: int | None, here: Tensor, segments: Tensor | None) -> dict[str, Any]:

@@ -4,9 +4,9 @@ Between the blocks the residual stream x[B_PXE, T_CY, D] is split along the sequ
 are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Weights come
 gathered over X. Axes that the mesh lacks drop out.
 
-A layer of experts, over E and their features over Y, is differentiated as a whole. Its routing is decided once: it is
-saved under every policy, so a layer that is computed again never routes again. All policies but "block" keep what the
-experts' backward reads, and so their gathered weights.
+The lines of a layer of experts, over E and their features over Y, are in `strategies.expert`. Its routing is decided
+once: it is saved under every policy, so a layer that is computed again never routes again. All policies but "block"
+keep the rows that came from other ranks.
 
 Backward: every line is the transpose of one of the forward, from the last to the first, by the law of cotangents. A
 product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait. Here dW is computed
@@ -18,7 +18,6 @@ checkpointing") is a set of names that are not kept, and the same lines then com
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, reduce_scatter, wait
@@ -38,25 +37,26 @@ from scaling.models.layer import (
     weight_gradient,
 )
 from scaling.models.linear import attend_linear, linear_attention_backward
-from scaling.models.pointwise import FUNCTIONS, rms_norm
-from scaling.strategies.expert import experts_of, moe, route_tokens
-from scaling.strategies.transformer.lora import expert_gradients
+from scaling.models.moe import gradient_by_expert
+from scaling.models.pointwise import FUNCTIONS
+from scaling.strategies import expert
+from scaling.strategies.transformer.lora import expert_factor_gradients
 from scaling.trace import open_logs
 
 Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
-GIVEN: Any = {"tensor": "Y", "spec": ROWS}  # where the experts' features and tokens are
 ATTENDED = frozenset({"O", "pull"})  # dot-product attention
 LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
 RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "pull_mix", "pull_norm"})  # a linear layer's
 BETWEEN = ATTENDED | LATENTS | RULE | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
 PRODUCTS = {"Q", "K", "V", "G", "KV", "A_Q", "A_KV", "QKVZ", "BA", "Tmp", "Gate"}  # with weights
+EXPERTS = {"logits", "Row", "Out", "shared"}  # the rows of a layer of experts, before and after them
 REMAT = {  # the values that each policy does not keep for the backward; the further down, the less is kept
     "none": frozenset(),
     "attention": ATTENDED | RULE,
     "matmuls": BETWEEN,
-    "block": BETWEEN | PRODUCTS | {"mid", "out", "r_out", "pull_experts"},  # all but the layer's input
+    "block": BETWEEN | PRODUCTS | EXPERTS | {"mid", "out", "r_out"},  # all but the layer's input and the routing
 }
 
 
@@ -79,7 +79,7 @@ def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"])
     Out, extra, m = (experts if "router" in W else mlp)(own, stream, at)
     if "norm_mlp_out" in W:
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
-    for values in (a, m):
+    for values in (a, m, m.get("shared", {})):
         for name in gone & values.keys():
             del values[name]
     return mid + at.drop(Out, "mlp"), extra, (a, m)
@@ -98,7 +98,7 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     dOut, dW = at.drop(dx, "mlp"), {}
     if "norm_mlp_out" in W:
         dOut, dW = normed_backward(W, "norm_mlp_out", m["out"], m["r_out"], dOut, at.config)
-    dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(own, dOut, m, at)
+    dMid, dW_mlp = experts_backward(own, dOut, scale, m, at) if "router" in W else mlp_backward(own, dOut, m, at)
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
     if "W_QKVZ" in W:
@@ -234,33 +234,27 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
     return dMid, dW | dgains
 
 
-def experts(W: dict, s: Values, at: Context) -> tuple[Tensor, Tensor, dict]:
+def experts(W: dict, s: Values, at: Context) -> tuple[Tensor, Tensor, Values]:
     """(Out[B_PXE, T_CY, D], the auxiliary terms Loss[] {U_PXECY}, s) of the residual stream s["mid"]."""
-    config, mesh, own = at.config, at.mesh, owned(W, at)
+    config, mesh = at.config, at.mesh
     if "routing" not in s:
-        with torch.no_grad():
-            y = rms_norm(s["mid"], gain=own["norm_mlp"], eps=config.eps)
-            s = s | {"routing": route_tokens(experts_of(own), y, config, mesh, "E", **GIVEN)}
+        y, r = normed(W, "norm_mlp", s["mid"], config)
+        s = s | {"routing": expert.route_tokens(W, y, config, mesh, "E", tensor="Y", spec=ROWS)}
         for log in open_logs:
             log.loads.append(s["routing"].load)
-
-    def computed(W: dict, mid: Tensor) -> tuple[Tensor, Tensor]:
-        y = rms_norm(mid, gain=W["norm_mlp"], eps=config.eps)
-        Out, aux = moe(experts_of(W), y, config, mesh, "E", **GIVEN, routing=s["routing"])
-        return Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]
-
-    (Out, extra), pull = at.vjp(computed, own, s["mid"])
-    return Out, extra, s | {"pull_experts": pull}
+        y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
+        s = {"y": y, "r": r} | s
+    s = normed_stream(s, s["mid"], W, "norm_mlp", at)
+    Out, aux, s = expert.forward(W, s, config, mesh, expert.expert_layout(mesh, config.E, "E", "Y", ROWS), at.einsum)
+    return Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"], s
 
 
 def experts_backward(W: dict, dOut: Tensor, scale: float, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW). `scale`: the cotangent of the auxiliary terms."""
-    s = s if "pull_experts" in s else experts(W, s, at)[2]
-    cotangents = dOut, dOut.new_full((), scale, dtype=torch.promote_types(dOut.dtype, torch.float32))
-    dW, dMid = s["pull_experts"](cotangents, owned(W, at))
-    return dMid, expert_gradients(W, dW, at.config) if "lora" in W else dW
-
-
-def owned(W: dict, at: Context) -> dict:
-    """Return the leaves of a layer that belong to its experts and their norm."""
-    return {"norm_mlp": W["norm_mlp"]} | experts_of(W)
+    config, layout = at.config, expert.expert_layout(at.mesh, at.config.E, "E", "Y", ROWS)
+    s = normed_stream(s, s["mid"], W, "norm_mlp", at) if "Row" in s else experts(W, s, at)[2]
+    dLoss = {"balance": scale * config.aux_coef, "z": scale * config.z_coef}
+    gradient = gradient_by_expert if at.adapters is None else expert_factor_gradients
+    dy, dW = expert.backward(W, dOut, dLoss, s, config, at.mesh, layout, at.einsum, gradient)
+    dMid, dgain = normed_backward(W, "norm_mlp", s["mid"], s["r"], dy, config)
+    return dMid, dW | dgain

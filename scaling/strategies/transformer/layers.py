@@ -234,11 +234,9 @@ class LayerStack:
             gather_back = partial(gather_forms if options.remat == "block" else gather_scaled, back=True, **given)
         reduce = partial(scatter_packed, dims=dims, lines=self.lines)
         shapes = [shape[1:] for shape in step.grad_shapes(stack)] if options.zero in (1, 2) else None
-        on_tape = step.backward and "router" in held and options.remat != "block" and not options.precision
-        keeps = options.keep_weights or on_tape  # experts keep their weights on the tape
         self.engine = Layers(
-            layers, step.mesh, gather, reduce, names=names, keep_weights=keeps, late=late, dtype=step.sums, out=out,
-            shapes=shapes, trained=trained, gather_back=gather_back, each=step.each,
+            layers, step.mesh, gather, reduce, names=names, keep_weights=options.keep_weights, late=late,
+            dtype=step.sums, out=out, shapes=shapes, trained=trained, gather_back=gather_back, each=step.each,
         )  # fmt: skip
 
     def run_forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:

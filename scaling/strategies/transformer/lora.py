@@ -4,25 +4,24 @@ For a product Out = x (W + s A B), the gradient of the weight is dW = x^T dOut, 
 
     dA = s dW B^T = x^T (dOut sB^T)        dB = s A^T dW = (x sA)^T dOut
 
-so that dW, as large as W, is never computed: only products with the rank r. Experts' dW is, because it comes from the
-vjp of their whole layer, and dA and dB follow from it.
+so that dW, as large as W, is never computed: only products with the rank r.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import einsum
 from scaling.common.torch_private import constant
-from scaling.configs import Config
 from scaling.models.adapters import merged_layer
 from scaling.models.layer import Context, in_place, seen_heads
-from scaling.models.leaves import KV_HEADS, Leaf, leaves_of, without
-from scaling.models.lora import Lora, factors, product_line
-from scaling.spec import Spec, parse, parse_line
+from scaling.models.leaves import KV_HEADS, Leaf
+from scaling.models.lora import Lora, product_line
+from scaling.spec import Spec, parse_line
 
 
 def adapted(gather: Callable, structure: Any, lora: Lora, leaves: Mapping[str, Leaf], types: Mapping) -> Callable:
@@ -73,22 +72,15 @@ def adapter_gradients(own: Mapping[str, Tensor], line: str, a: Tensor, b: Tensor
     }
 
 
-def expert_gradients(W: dict, dW: Mapping[str, Tensor], config: Config) -> dict[str, dict[str, Tensor]]:
-    """Return dA and dB of each expert matrix with an adapter, from the matrices' gradients dW."""
-    leaves, found = leaves_of(config)["layers"], {}
-    for name in [name for name in W["lora"] if name in dW]:
-        to_A, to_B = _expert_lines(without(leaves[name].trained, ("Z", "X")), leaves[name].start)
-        A, B = W["lora"][name]["A"], W["lora"][name]["B"]
-        found[name] = {"A": einsum(to_A, dW[name], B), "B": einsum(to_B, A, dW[name])}
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _expert_lines(weight: str, inputs: str) -> tuple[str, str]:
-    """Return the lines of dW B^T and A^T dW for an expert matrix as a layer uses it, stacked over its first dim."""
-    A, B, dW = (Spec(spec.name, spec.dims[1:]) for spec in map(parse, (*factors(weight, inputs).values(), weight)))
-    dW = dW.with_name("dW").with_unreduced("PXC")
-    return f"{dW} * {B} -> {_product(dW, B, A)}", f"{A} * {dW} -> {_product(A, dW, B)}"
+def expert_factor_gradients(
+    W: dict, name: str, line: str, a: Tensor, b: Tensor, counts: Sequence[int]
+) -> dict[str, dict[str, Tensor]]:
+    """Return {name: the gradients of each expert's A and B} from the rows of all experts, or {} without an adapter."""
+    if name not in W.get("lora", ()):
+        return {}
+    own = zip(W["lora"][name]["A"], W["lora"][name]["B"], a.split(counts), b.split(counts), strict=True)
+    each = [adapter_gradients({"A": A, "B": B}, line, *rows) for A, B, *rows in own]
+    return {name: tree.map(lambda *own: torch.stack(own), *each)}
 
 
 @lru_cache(maxsize=4096)
