@@ -26,7 +26,6 @@ from scaling.collectives import einsum
 from scaling.collectives.linear import followed
 from scaling.configs import Config
 from scaling.models.layer import Values, gate_features
-from scaling.models.pointwise import FUNCTIONS
 from scaling.models.remat import computed_again
 from scaling.scaled import Scaled
 from scaling.spec import parse_line
@@ -206,11 +205,6 @@ def gradient_by_expert(
     return {name: dW}
 
 
-def sum_by_expert(Row: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Row[R, D] -> the sum [E, D] of each expert's rows, the gradient of its bias; with counts=None that of all."""
-    return Row.sum(0) if counts is None else torch.stack([rows.sum(0) for rows in Row.split(list(counts))])
-
-
 def activate_rows(
     W: dict, s: Values, config: Config, counts: Counts = None, product: Callable = einsum, R: str = "", Y: str = ""
 ) -> Values:
@@ -233,19 +227,6 @@ def activate_rows(
     Gate = s["Gate"].clamp(max=config.clamp)
     Open = Gate * torch.sigmoid(ALPHA * Gate)
     return s | {"Open": Open, "Act": (s["Tmp"].clamp(-config.clamp, config.clamp) + 1) * Open}
-
-
-def activate_rows_vjp(dAct: Tensor, s: Values, config: Config) -> tuple[Tensor, Tensor | None]:
-    """Return (dTmp, dGate) of `activate_rows`; dGate is None without a gate."""
-    _, act_vjp = FUNCTIONS[config.nonlinearity]
-    if "Gate" not in s:
-        return act_vjp(dAct, s["Tmp"]), None
-    if config.clamp is None:
-        return dAct * s["Open"], act_vjp(dAct * s["Tmp"], s["Gate"])
-    Tmp, Gate = s["Tmp"].clamp(-config.clamp, config.clamp), s["Gate"].clamp(max=config.clamp)
-    opened = torch.sigmoid(ALPHA * Gate)
-    slope = opened * (1 + ALPHA * Gate * (1 - opened))
-    return dAct * s["Open"] * (Tmp == s["Tmp"]), dAct * (Tmp + 1) * slope * (Gate == s["Gate"])
 
 
 def biased_rows(Row: Tensor, b: Tensor | None, counts: Counts) -> Tensor:

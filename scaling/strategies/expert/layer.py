@@ -23,19 +23,18 @@ from scaling.collectives.checked import alike
 from scaling.configs import Config
 from scaling.models.layer import Values
 from scaling.models.moe import (
+    ALPHA,
     Counts,
     activate_rows,
-    activate_rows_vjp,
     balance_loss,
     biased_rows,
     by_expert,
     gradient_by_expert,
     router_logits,
-    sum_by_expert,
     weigh,
     z_loss,
 )
-from scaling.models.pointwise import vjp
+from scaling.models.pointwise import FUNCTIONS, vjp
 from scaling.spec import ShardingError
 from scaling.strategies.expert.routing import ExpertLayout, Routing, expert_layout, route_tokens, specs
 
@@ -205,6 +204,24 @@ def weight_gradients(
         if d is not None and name in W:
             dW[name] = sum_by_expert(d, counts)
     return dW
+
+
+def activate_rows_vjp(dAct: Tensor, s: Values, config: Config) -> tuple[Tensor, Tensor | None]:
+    """Return (dTmp, dGate) of `activate_rows`; dGate is None without a gate."""
+    _, act_vjp = FUNCTIONS[config.nonlinearity]
+    if "Gate" not in s:
+        return act_vjp(dAct, s["Tmp"]), None
+    if config.clamp is None:
+        return dAct * s["Open"], act_vjp(dAct * s["Tmp"], s["Gate"])
+    Tmp, Gate = s["Tmp"].clamp(-config.clamp, config.clamp), s["Gate"].clamp(max=config.clamp)
+    opened = torch.sigmoid(ALPHA * Gate)
+    slope = opened * (1 + ALPHA * Gate * (1 - opened))
+    return dAct * s["Open"] * (Tmp == s["Tmp"]), dAct * (Tmp + 1) * slope * (Gate == s["Gate"])
+
+
+def sum_by_expert(Row: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Row[R, D] -> the sum [E, D] of each expert's rows, the gradient of its bias; with counts=None that of all."""
+    return Row.sum(0) if counts is None else torch.stack([rows.sum(0) for rows in Row.split(list(counts))])
 
 
 def shared_forward(W: dict, y: Tensor, config: Config, at: ExpertLayout, product: Callable) -> tuple[Tensor, Values]:
