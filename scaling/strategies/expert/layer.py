@@ -11,7 +11,7 @@ expert; R is ragged, a different number for each (g, e).
     6. y [B_X, T, D] {U_Y} -> y [B_X, T, D]       AllReduce, or ReduceScatter to T_Y; only if F is split over Y
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def forward(
     logits = router_logits(s["y"], W["router"], W.get("b_router"))
     weights, aux = weigh_tokens(logits, routing, config, mesh, at)
     Row, weights = routing.rows.sent(tokens, weights, config)
-    Row = exchange(f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]", Row, routing, mesh, at)  # 2. critical path
+    Row = _exchange(f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]", Row, routing, mesh, at)  # 2. critical path
     Row = routing.by_expert(Row)
     s = activate_rows(W, s | {"logits": logits, "Row": Row}, config, routing.counts, product, R, Y)
     line = f"Act[R{R}, F{Y}] * W_out[F{Y}, D] -> Out[R{R}, D]{U}"
@@ -104,7 +104,7 @@ def forward(
         Out = biased_rows(Out, W["b_out"] / mesh.size(at.tensor), routing.counts)
     Out = routing.by_group(Out)
     line = f"Out[G, E{at.X}, R, D]{U} -> Out[G{at.X}, E, R, D]{U}"
-    Out = exchange(line, Out, routing, mesh, at, back=True)  # 4. critical path
+    Out = _exchange(line, Out, routing, mesh, at, back=True)  # 4. critical path
     s["Out"], Out = Out, routing.rows.collect(Out, weights)  # 5.
     if "shared" in W:
         Every, s["shared"] = shared_forward(W["shared"], tokens, config, at, product)
@@ -144,13 +144,13 @@ def backward(
     (weights, aux), pull = vjp(lambda logits: weigh_tokens(logits, routing, config, mesh, at), s["logits"])
     dRows = rows.spread(dTokens) if inputs else rows.scaled(rows.spread(dTokens), weights)  # 5.
     line = f"dOut[G{at.X}, E, R, D] -> dOut[G, E{at.X}, R, D]"
-    dRows = exchange(line, dRows, routing, mesh, at)  # 4. critical path
+    dRows = _exchange(line, dRows, routing, mesh, at)  # 4. critical path
     dRows = routing.by_expert(dRows)
     s = activate_rows(W, s, config, routing.counts, product, R, Y)
     dRow, dTmp, dGate = rows_backward(W, dRows, s, config, at, routing.counts, product, R)  # 3.
     dRow = routing.by_group(dRow)
     line = f"dRow[G, E{at.X}, R, D]{U} -> dRow[G{at.X}, E, R, D]{U}"
-    dRow = exchange(line, dRow, routing, mesh, at, back=True)  # 2. critical path
+    dRow = _exchange(line, dRow, routing, mesh, at, back=True)  # 2. critical path
     dweights = rows.dotted(dRow, tokens) if inputs else rows.dotted(s["Out"], dTokens)
     dy = rows.collect(dRow, weights if inputs else None)  # 1.
     del dRow
@@ -262,7 +262,7 @@ def weigh_tokens(
     return weights, {"balance": balance / copies, "z": z_loss(logits, count) / copies}
 
 
-def exchange(line: str, Row: Tensor, routing: Routing, mesh, at: ExpertLayout, back: bool = False) -> Tensor:
+def _exchange(line: str, Row: Tensor, routing: Routing, mesh, at: ExpertLayout, back: bool = False) -> Tensor:
     """Return the rows after the AllToAll of this line, which sends them to the experts' ranks, or `back`."""
     if not at.experts:
         return Row
