@@ -19,7 +19,6 @@ from scaling.hardware import Chip
 from scaling.plan.serve.forecast import ENGINES, Forecast, first_token, likely_token, prompt_run
 from scaling.spec import dtype_bytes
 
-OBJECTIVES = ("throughput", "latency")
 COPIES = 1.25  # the most experts that may be stored, as a multiple of the model's experts
 AS_MUCH = 1 - 1e-6  # the share of the best throughput at which a smaller batch counts as equal
 

@@ -13,7 +13,7 @@ from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.models.leaves import uncomputed
 from scaling.plan.serve import measured, published, report, traces
-from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, replica_shapes
+from scaling.plan.serve.candidates import Service, plans, replica_shapes
 from scaling.plan.serve.forecast import ENGINES
 from scaling.plan.serve.goals import deployments
 from scaling.serve.states import POLICIES
@@ -58,12 +58,6 @@ def _parser() -> Parser:
     parser.add_argument("--tpot", type=number(1e-6), help="the most ms of each further token, as forecast")
     parser.add_argument("--engine", choices=ENGINES, default="vllm", help="whose rates forecast the first token")
     parser.add_argument("--form", choices=decoding.FORMS, help="sharding form of the step (default: the best)")
-    parser.add_argument(
-        "--objective",
-        choices=OBJECTIVES,
-        default="throughput",
-        help="what to optimize: tokens/s per chip, or the time of a step (default throughput)",
-    )
     parser.add_argument(
         "--headroom", type=number(1e-6, 1), default=ROOM, help=f"fraction of the memory to plan with (default {ROOM})"
     )
@@ -157,10 +151,10 @@ def main(arguments: list[str]) -> int:
     hardware.flops(asked.compute)
     fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
     fixed["replicas"] = args.replicas
-    found = plans(asked, hardware, objective=args.objective, **fixed)
+    found = plans(asked, hardware, **fixed)
     if waiting := args.batch if args.batch and not found else 0:  # the requests that do not fit wait in a queue
         fixed["batch"] = None
-        found = [one for one in plans(asked, hardware, objective=args.objective, **fixed) if one.batch < waiting]
+        found = [one for one in plans(asked, hardware, **fixed) if one.batch < waiting]
     goals = []
     if (asked.ttft or asked.tpot) and not args.batch:
         room = {"chips": args.chips, "most": fixed["most"], "form": args.form}
@@ -170,7 +164,7 @@ def main(arguments: list[str]) -> int:
         why = nothing(asked, hardware, fixed)
         print(json.dumps({"error": why}), file=sys.stderr) if args.json else complain(f"no plan: {why}")
         return 1
-    served, best = None, report.recommended(found, args.objective, args.batch)
+    served, best = None, report.recommended(found, args.batch)
     if args.rate:
         served = traces.under_load(best, rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
     if args.json:
@@ -194,7 +188,7 @@ def main(arguments: list[str]) -> int:
         print(f"Of {waiting:,} requests {found[0].batch:,} fit at once in each replica; the others wait.\n")
     if not args.context and not args.prompt:
         print(f"Counted with {asked.context:,} tokens a sequence; give --context, or --prompt and --output.\n")
-    print(report.goals_text(goals) + report.text(found, best, args.objective, args.top, args.price, **fixed))
+    print(report.goals_text(goals) + report.text(found, best, args.top, args.price, **fixed))
     if args.pareto:
         price = args.price or hardware.price
         print("\nLatency against throughput, as forecast:\n" + report.plan_table(report.front(found), price))

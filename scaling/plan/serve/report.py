@@ -94,7 +94,7 @@ def compute_bound_from(served: ServingPlan) -> float:
     return served.batch * one.weights / one.math
 
 
-def _changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, ServingPlan]]:
+def _changes(best: ServingPlan, **fixed) -> list[tuple[str, ServingPlan]]:
     """Return other requests whose best plan differs: smaller dtypes, half the context, twice or half the chips."""
     s = best.service
     smaller = {"bf16": "int8", "fp8": "int4", "int8": "int4"}
@@ -112,13 +112,13 @@ def _changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, Serv
     found, count = [], best.chips * best.replicas
     if fixed.get("chips") and count > 2:  # a number that divides badly
         less: dict = fixed | {"chips": count - 1}
-        fewer = plans(s, best.chip, objective=objective, **less)[:1]
+        fewer = plans(s, best.chip, **less)[:1]
         more = CHANGE * best.tokens_per_second * best.replicas
         found += [
             (f"only {count - 1} of the chips", one) for one in fewer if one.tokens_per_second * one.replicas > more
         ]
     for what, service, how in tried:
-        if how.get("chips") != 0 and (again := plans(service, best.chip, objective=objective, **how)):
+        if how.get("chips") != 0 and (again := plans(service, best.chip, **how)):
             ratio = again[0].per_chip / best.per_chip
             if not 1 / CHANGE < ratio < CHANGE or not 1 / CHANGE < again[0].step.seconds / best.step.seconds < CHANGE:
                 found.append((what, again[0]))
@@ -137,11 +137,10 @@ def plan_table(found: Sequence[ServingPlan], dollars: float | None, names: Seque
     return table([row[: None if dollars else -1] for row in body], head[: None if dollars else -1])
 
 
-def recommended(found: Sequence[ServingPlan], objective: str, batch: int | None) -> ServingPlan:
+def recommended(found: Sequence[ServingPlan], batch: int | None) -> ServingPlan:
     """Return the plan to take: the balanced one where neither a limit of time nor a batch is given, else the first."""
     s = found[0].service
-    free = objective == "throughput" and not (s.latency or s.ttft or s.tpot or batch)
-    return tradeoff(found)["balanced"] if free else found[0]
+    return found[0] if s.latency or s.ttft or s.tpot or batch else tradeoff(found)["balanced"]
 
 
 def others_than(best: ServingPlan, found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
@@ -152,9 +151,7 @@ def others_than(best: ServingPlan, found: Sequence[ServingPlan], most: int) -> l
     return list(kept.values())[1 : most + 1]
 
 
-def text(
-    found: Sequence[ServingPlan], best: ServingPlan, objective: str, top: int, price: float | None, **fixed
-) -> str:
+def text(found: Sequence[ServingPlan], best: ServingPlan, top: int, price: float | None, **fixed) -> str:
     """Return the report on `best`, and on the first of the plans `found` if that is another one."""
     used = best.chips * best.replicas
     s, step, hbm, gpu = best.service, best.step, best.chip.need("hbm_bytes"), best.chip.kind == "gpu"
@@ -202,7 +199,7 @@ def text(
     ]
     if others := others_than(best, found, top):
         lines += ["", "Others, as forecast:", plan_table(others, dollars)]
-    if changed := _changes(found[0], objective, **fixed):
+    if changed := _changes(found[0], **fixed):
         most = f"the most tokens/s by the bound, {found[0].per_chip:,.1f} a chip" if best is not found[0] else "it"
         lines += ["", f"What would change {most}:"]
         lines += [
