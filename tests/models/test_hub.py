@@ -16,7 +16,7 @@ from scaling.configs import Config
 from scaling.models import hf
 from scaling.plan.__main__ import main as plan
 from scaling.serve.generate_command import main as generate
-from scaling.show import main as show
+from scaling.show.params import main as show
 from scaling.train.command import main as train
 
 pytest.importorskip("huggingface_hub")
@@ -120,7 +120,7 @@ def test_a_model_of_the_hub(hub, capfd):
         names = {Path(path).name for path in asked.read_text().split()}
         return names & {"config.json", "generation_config.json", "model.safetensors", "pytorch_model.bin"}
 
-    assert show(["params", "--model", "org/small", "--mesh", "Y=2"]) == 0
+    assert show(["--model", "org/small", "--mesh", "Y=2"]) == 0
     assert "org/small on 2 devices" in capfd.readouterr().out
     assert files() == {"config.json"}  # sizes need no weights
     assert plan(["--model", "org/small", "--chip", "v5p", "--chips", "8", "--batch", "64k"]) == 0
@@ -145,6 +145,6 @@ def test_a_model_of_the_hub(hub, capfd):
     process.kill()
     process.join()
     assert said(generate, *given, "org/small", code=0) == wanted  # the cache has it
-    error = said(show, "params", "--model", "org/other")
+    error = said(show, "--model", "org/other")
     assert "org/other: is not here, and the hub cannot be reached" in error
     assert "fix: connect to the network" in error
