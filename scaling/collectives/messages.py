@@ -5,6 +5,7 @@ receiver compares it with the header it expects. On gloo the tag of the data is 
 data of another message never ends up in the buffer. NCCL has no tags, so the data is received after its header.
 """
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -35,9 +36,13 @@ def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = Fal
     if group.pg is not None:
         header, data = announcement(parse(line), x, mesh.device), as_carried(x)[0].contiguous()
         peer = {"group": group.pg, "group_dst": group.member_of(to)}
-        sent = [dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)]
-        call = f"Send {parse(line)} to rank {to} along {axis}"
-        works = [Sent(sent, call, group, group.member_of(to), (header, data))]
+        sent: list[Any] = [dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)]
+
+        def finish(kept=(header, data)) -> None:  # which must not be freed until they have been sent
+            for work in sent:
+                work.wait()
+
+        works = [Message(finish, f"Send {parse(line)} to rank {to} along {axis}", group, to)]
     pending = Pending(works, lambda: x, event, f"Send: {parse(line)}")
     return pending if async_op else pending.wait()
 
@@ -52,46 +57,41 @@ def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: boo
     buffer = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
     if (watch := who_watches()) is not None:
         watch.receive(buffer, parse(line))
-    works = [] if group.pg is None else [Arrival(parse(line), buffer, group, source)]
+    works = [] if group.pg is None else [arriving(parse(line), buffer, group, source)]
     pending = Pending(works, lambda: buffer, event, f"Recv: {parse(line)}")
     return pending if async_op else pending.wait()
 
 
-class Sent:
-    """A message in flight to a member of a group; `kept` must not be freed until it has been sent."""
+class Message:
+    """A message in flight; `finish` waits until it has been sent to a rank, or has come from there."""
 
-    def __init__(self, works: list[Any], call: str, group: Group, member: int, kept: tuple[Tensor, ...]):
-        self.works, self.call, self.group, self.member, self.kept = works, call, group, member, kept
-
-    def wait(self) -> None:
-        """Wait until the message has been sent."""
-        with naming(self.call, self.group.pg, [self.member], PAIRS):
-            for work in self.works:
-                work.wait()
-
-
-class Arrival:
-    """A message in flight that is to fill a buffer."""
-
-    def __init__(self, spec, buffer: Tensor, group: Group, source: int):
-        self.buffer, self.source, self.spec, self.group = buffer, source, spec, group
-        self.peer = {"group": group.pg, "group_src": group.member_of(source)}
-        self.wanted, self.header = (announcement(spec, buffer, buffer.device) for _ in range(2))
-        self.announced: Any = dist.irecv(self.header, tag=TAG, **self.peer)
-        self.data = self.receive() if group.backend == "gloo" else None
-
-    def receive(self) -> Any:
-        """Start receiving the data."""
-        return dist.irecv(as_carried(self.buffer)[0], tag=data_tag(self.wanted), **self.peer)
+    def __init__(self, finish: Callable[[], None], call: str, group: Group, rank: int):
+        self.finish, self.call, self.group, self.rank = finish, call, group, rank
 
     def wait(self) -> None:
-        """Wait for the header, check it, and wait for the data."""
-        call, member = f"Recv {self.spec} from rank {self.source} along {self.group.axes[0]}", self.peer["group_src"]
-        with naming(call, self.group.pg, [member], PAIRS):
-            self.announced.wait()
-            if not torch.equal(self.header, self.wanted):
-                refuse_message(self.spec, self.header, self.wanted, f"rank {self.source} sends", "this rank expects")
-            (self.data or self.receive()).wait()
+        """Wait for the message. If it fails, the error names the call and the rank."""
+        with naming(self.call, self.group.pg, [self.group.member_of(self.rank)], PAIRS):
+            self.finish()
+
+
+def arriving(spec, buffer: Tensor, group: Group, source: int) -> Message:
+    """Start receiving a message into a buffer. What finishes it checks its header."""
+    peer = {"group": group.pg, "group_src": group.member_of(source)}
+    wanted, header = (announcement(spec, buffer, buffer.device) for _ in range(2))
+    announced: Any = dist.irecv(header, tag=TAG, **peer)
+
+    def receive() -> Any:
+        return dist.irecv(as_carried(buffer)[0], tag=data_tag(wanted), **peer)
+
+    data = receive() if group.backend == "gloo" else None
+
+    def finish() -> None:
+        announced.wait()
+        if not torch.equal(header, wanted):
+            refuse_message(spec, header, wanted, f"rank {source} sends", "this rank expects")
+        (data or receive()).wait()
+
+    return Message(finish, f"Recv {spec} from rank {source} along {group.axes[0]}", group, source)
 
 
 def announcement(spec, x: Tensor, device) -> Tensor:
