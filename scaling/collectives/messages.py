@@ -42,7 +42,7 @@ def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = Fal
             for work in sent:
                 work.wait()
 
-        works = [Message(finish, f"Send {parse(line)} to rank {to} along {axis}", group, to)]
+        works = [MessageInFlight(finish, f"Send {parse(line)} to rank {to} along {axis}", group, to)]
     pending = Pending(works, lambda: x, event, f"Send: {parse(line)}")
     return pending if async_op else pending.wait()
 
@@ -62,7 +62,7 @@ def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: boo
     return pending if async_op else pending.wait()
 
 
-class Message:
+class MessageInFlight:
     """A message in flight; `finish` waits until it has been sent to a rank, or has come from there."""
 
     def __init__(self, finish: Callable[[], None], call: str, group: Group, rank: int):
@@ -74,7 +74,7 @@ class Message:
             self.finish()
 
 
-def arriving(spec, buffer: Tensor, group: Group, source: int) -> Message:
+def arriving(spec, buffer: Tensor, group: Group, source: int) -> MessageInFlight:
     """Start receiving a message into a buffer. What finishes it checks its header."""
     peer = {"group": group.pg, "group_src": group.member_of(source)}
     wanted, header = (announcement(spec, buffer, buffer.device) for _ in range(2))
@@ -91,7 +91,7 @@ def arriving(spec, buffer: Tensor, group: Group, source: int) -> Message:
             refuse_message(spec, header, wanted, f"rank {source} sends", "this rank expects")
         (data or receive()).wait()
 
-    return Message(finish, f"Recv {spec} from rank {source} along {group.axes[0]}", group, source)
+    return MessageInFlight(finish, f"Recv {spec} from rank {source} along {group.axes[0]}", group, source)
 
 
 def announcement(spec, x: Tensor, device) -> Tensor:
