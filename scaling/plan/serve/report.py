@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from scaling.common.console import table
-from scaling.cost import decoding, serving
+from scaling.cost import serving
 from scaling.hardware import Chip
 from scaling.models.leaves import counted_without
 from scaling.plan.report import folded, size
@@ -44,7 +44,6 @@ def notes(served: ServingPlan) -> list[str]:
     if served.copies > 1:
         why = f"K = {s.config.K} KV heads are fewer than Y" if not s.config.latent else "a latent is of all heads"
         said.append(f"the cache is stored {served.copies:g} times: {why}")
-    said.append(f"a bound over the forms {', '.join(decoding.FORMS)}; other systems may have better ones")
     if s.copied:
         said.append(f"{s.copied} experts are stored twice, so that each chip has equally many")
     if s.over_time:

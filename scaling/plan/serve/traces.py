@@ -86,7 +86,7 @@ def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
     """Return the text that is printed under the plan."""
     slices = "two slices, one that prefills" if policy == "disaggregated" else "one slice"
     enough = math.ceil(rate / plan.requests)
-    queue = [f"  the plan serves {plan.requests:.3g} requests a second: {enough} of it would serve {rate:g}"]
+    queue = [f"  the plan serves {plan.requests:.3g} requests a second: {enough} such plans would serve {rate:g}"]
     at = {(what, p): ms(served.percentile(what, p)) for what in ("ttft", "tpot") for p in (50, 95)}
     return "\n".join([
         f"Simulated as forecast: {len(served.requests)} requests, {rate:g} a second, {policy} on {slices}",
