@@ -160,7 +160,7 @@ page.answers([
            f"the book only says that it changes; {gpu.data_threshold(GB200):.0f} with the table's 2300e12"),
     Answer("App. A: an H100's DP roofline over a GB200's", "4",
            ACROSS * GB200.bandwidth("scale-out") / B200.flops(), "times"),
-    Answer("5.2.1 GPUs for 70B and Adam", "9", gpu.replicas_fit(params, H100), "GPUs"),
+    Answer("5.2.1 GPUs for 70B and Adam", "9", math.ceil(params / cost.largest_model(H100.need("hbm_bytes"))), "GPUs"),
     Answer("5.2.2 FLOPs of 15T tokens", "6.3e24", rule_of_thumb(get("llama3-70b"), tokens), "FLOPs"),
     Answer("5.2.2 seconds on 4096 at 45% MFU", "3.5e6", seconds, "s"),
     Answer("5.2.2 days", "40", seconds / DAY, "days"),

@@ -6,8 +6,6 @@ At each level a unit's children run a ring over the links between them; levels o
 The exact time is V (D - 1) / (D W) with D children in the group; the book's approximation is V / W.
 """
 
-import math
-
 from scaling.common.arguments import not_negative, whole
 from scaling.cost.layers import Cost
 from scaling.hardware import Chip
@@ -189,8 +187,3 @@ def expert_min_width(Z: int, k: int, chip: Chip) -> float:
     """Return the least F for which experts over Z GPUs are compute-bound: alpha (Z - 8)/k min(8k/Z, 1) <= 8 alpha."""
     cost = expert_layer(1, 1, 1, Z, k, chip)
     return cost.comms / cost.math
-
-
-def replicas_fit(params: float, chip: Chip) -> int:
-    """Return the number of GPUs whose memory holds params and Adam's state, 10 bytes each (Part 12, Quiz 5)."""
-    return math.ceil(params * 10 / chip.need("hbm_bytes"))

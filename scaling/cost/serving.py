@@ -198,11 +198,6 @@ def pareto(points: Iterable[Point], low: Callable[[Point], float], high: Callabl
     return kept
 
 
-def curve(load: Load, batches: Sequence[int], context: float, chip: Chip, chips: int) -> list[DecodeStep]:
-    """Return each batch's step: latency against throughput (Part 8, "Visualizing the Latency Throughput Tradeoff")."""
-    return [step(load, batch, context, chip, chips) for batch in batches]
-
-
 # --- Prefill and generation together -----------------------------------------------------------------------------
 
 
