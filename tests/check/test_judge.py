@@ -106,6 +106,10 @@ def picked(logits, targets, here):
     return masked_sum(logits.gather(1, targets[:, None].long())[:, 0], here)
 
 
+def gathered(mesh):
+    return lambda K: all_gather("K[B, T_Y, H] -> K[B, T, H]", K, mesh)
+
+
 def attended(causal=False):
     return lambda Q, K: scaled_dot_product_attention(Q, K, K, is_causal=causal)
 
@@ -155,6 +159,8 @@ JUDGED = {  # beside the examples of the page
         lambda x: all_reduce("n[V] {U_X} -> n[V]", torch.bincount(x.long().flatten(), minlength=5), MESH),
         ("x[I_X]",), "n[V]", "",
     ),
+    "keys that are split over another axis": (gathered(MESH), ("K[B_X, T_Y, H]",), None, "split"),
+    "and a line of each slice along it": (gathered(MESH.sliced), ("K[B_X, T_Y, H]",), "K[B_X, T, H]", ""),
     "heads that are split": (attended(True), ("Q[B, N_X, T, H]", "K[B, N_X, S, H]"), "O[B, N_X, T, H]", ""),
     "a mask around a look-up": (picked, ("l[B, V_Y]", "t[B]", "h[B]"), None, ""),
     "a mask around anything else": (masked_sum, ("l[B]", "h[B]"), None, "reduced-twice"),
