@@ -103,7 +103,7 @@ serve --model llama3-70b --chip v5e --context 8192 --chips 16 --pareto
 serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --rate 4 --requests 8 --policy interleaved
     0 Simulated as forecast: 8 requests, 4 a second, interleaved on one slice
 serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --requests 8 --policy interleaved --rate 400
-    0 of it would serve 400
+    0 such plans would serve 400
 serve --model llama3-70b --chip v5e --context 8192 --latency 1  1 nothing is fast enough: the fastest step is
 serve --model llama3-70b --chip v5e --context 8192 --chips 16 --batch 4096
     0 Of 4,096 requests | fit at once in each replica; the others wait.
