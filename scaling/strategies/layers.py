@@ -7,6 +7,7 @@ strategies and the Transformer both go through here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from scaling.collectives import Deferred, wait
 
 
+@dataclass(eq=False)
 class Gradient:
     """The gradients of one leaf, layer by layer: unreduced sums as they come in, then the stack of reduced ones.
 
@@ -24,7 +26,7 @@ class Gradient:
     allocated early only where unreduced gradients can be written into it: else it would hold the memory of all layers
     from the first one on.
 
-    Args:
+    Attributes:
         name: The leaf's name, for errors.
         like: One layer's weight, for its dtype and device.
         shape: The shape of one layer's reduced gradient.
@@ -35,23 +37,20 @@ class Gradient:
         each: Whether the gradients of each microbatch are reduced. The results are summed, in `out` from zeros on.
     """
 
-    def __init__(
-        self,
-        name: str,
-        like: Tensor,
-        shape: Sequence[int],
-        L: int,
-        dtype: torch.dtype | None,
-        out: Tensor | None,
-        summed: bool,
-        each: bool,
-    ):
-        self.name, self.like, self.shape, self.L, self.dtype = name, like, tuple(shape), L, dtype
-        self.out, self.summed, self.each = out, summed, each
+    name: str
+    like: Tensor
+    shape: tuple[int, ...]
+    L: int
+    dtype: torch.dtype | None
+    out: Tensor | None
+    summed: bool
+    each: bool
+    stack: Tensor | None = None  # [L, ...], in which unreduced gradients are written, if there is one
+    reduced: dict[int, Tensor] = field(default_factory=dict)  # [n, *shape] by first layer, where `out` does not get it
+
+    def __post_init__(self):
         self.compiling = torch.compiler.is_compiling()  # a compiler would copy tensors that are written in place
-        self.stack: Tensor | None = None  # [L, ...], in which unreduced gradients are written, if there is one
-        self.unreduced: list[Any] = [None] * L
-        self.reduced: dict[int, Tensor] = {}  # by its first layer, each bucket's [n, *shape], if `out` does not get it
+        self.unreduced: list[Any] = [None] * self.L
 
     def resume(self, sums: Tensor) -> None:
         """Continue from the unreduced sums [L, ...] of earlier microbatches, which are added to in place."""
@@ -172,7 +171,7 @@ class Layers:
         self.grads: list[Gradient] = []
         for i, name in enumerate(names):
             W, stack = layers[0][i if trained is None else trained[i]], None if out is None else out[i]
-            shape = W.shape if shapes is None else shapes[i]
+            shape = tuple(W.shape if shapes is None else shapes[i])
             self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, summed, each))
         for grad, stack in zip(self.grads, sums or (), strict=sums is not None):
             grad.resume(stack)
