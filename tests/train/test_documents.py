@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("tokenizers", reason="needs the library: pip install tokenizers")
 
+from refused import read_table
 from runs import TINY, refusal, train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -65,22 +66,20 @@ def test_a_tokenizer_with_dropout_cuts_a_text_the_same_way_each_time():
 
 ADDED = {"__type": "AddedToken", "content": "</s>"}
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
-ENDS = [
-    (1, {"tokenizer_config": CLASS | {"eos_token": "</s>"}, "generation_config": {"eos_token_id": [3, 1]}}),
-    (
-        1,
-        {
-            "tokenizer_config": CLASS | {"eos_token": {"__type": "AddedToken", "content": "</s>"}},
-            "config": {"eos_token_id": 4},
-        },
-    ),
-    (1, {"special_tokens_map": {"eos_token": "</s>"}, "tokenizer_config": CLASS}),
-    (3, {"generation_config": {"eos_token_id": [3, 1]}, "config": {"eos_token_id": 4}}),
-    (4, {"tokenizer_config": CLASS | {"eos_token": None}, "config": {"eos_token_id": 4}}),
-    (None, {"tokenizer_config": CLASS | {"eos_token": "<end>"}}),
-    (None, {"generation_config": {"eos_token_id": 5}}),  # which is no id of this tokenizer
-    (None, {}),
-]
+OWN, UNKNOWN, NONE = (CLASS | {"eos_token": text} for text in ("</s>", "<end>", None))
+TABLE = """
+end   options
+1     tokenizer_config=OWN, generation_config={"eos_token_id": [3, 1]}
+1     tokenizer_config=CLASS | {"eos_token": ADDED}, config={"eos_token_id": 4}
+1     special_tokens_map={"eos_token": "</s>"}, tokenizer_config=CLASS
+3     generation_config={"eos_token_id": [3, 1]}, config={"eos_token_id": 4}
+4     tokenizer_config=NONE, config={"eos_token_id": 4}
+None  tokenizer_config=UNKNOWN
+# which is no id of this tokenizer
+None  generation_config={"eos_token_id": 5}
+None
+"""
+ENDS = read_table(TABLE, globals())
 
 
 @pytest.mark.parametrize(("end", "files"), ENDS)
