@@ -12,7 +12,7 @@ from scaling.cost import transformer as tm
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a model: per layer, and in elements unless the name says otherwise.
+    """The work of a model: per layer, except `params`, and in elements unless the name says otherwise.
 
     - `dense`: matrices that every token uses, split over tensor; `projections` of them are attention's, and `kv` of
       these are the K heads' of keys and values
@@ -33,6 +33,7 @@ class LayerWork:
     - `ends`: the embedding, and the unembedding, which is a matmul; a tied one is stored once
     """
 
+    params: int
     L: int
     D: int
     heads: int
@@ -61,12 +62,6 @@ class LayerWork:
     scores: float
 
     @property
-    def params(self) -> float:
-        """The number of params of the whole model."""
-        layers = self.L * (self.dense + self.small + self.experts)
-        return layers + (max(self.ends) if self.tied else sum(self.ends)) + self.D
-
-    @property
     def active(self) -> float:
         """The number of params that a token is multiplied with, in layers and unembedding."""
         return self.L * (self.dense + self.routed) + self.ends[1]
@@ -91,8 +86,8 @@ def work_of(config: Config, seq: int) -> LayerWork:
     whole = {policy: row.get("norms", 0) + row.get("rows", 0) for policy, row in widths.items()}  # on each tensor rank
     latent = config.latent
     return LayerWork(
-        L=L, D=config.D, heads=config.N, kv_heads=config.N if latent else config.K, dense=dense,
-        projections=active["attention"] / L,
+        params=sum(params.values()), L=L, D=config.D, heads=config.N, kv_heads=config.N if latent else config.K,
+        dense=dense, projections=active["attention"] / L,
         kv=0 if latent else 2 * config.D * config.K * config.H, queries=config.N * config.H,
         small=(params["norms"] - config.D) / L, experts=experts, routed=routed, dots=attends,
         exchanged=tm.kv_cache_bytes(config, 1, 1) / L, copies=config.k if config.moe else 0,
