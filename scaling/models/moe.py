@@ -359,8 +359,8 @@ def balance_loss(logits: Tensor, load: Tensor, config: Config, tokens: int, sequ
         score = score / (score.sum(-1, keepdim=True) + 1e-20)
     load = load.to(score.dtype)
     if load.dim() == 1:
-        share = load / (tokens * choices)
-        return (share * score.flatten(0, -2).sum(0)).sum() * config.E / tokens
+        share = load / (float(tokens) * choices)  # an int of 64 bits would be too small for a large batch
+        return (share * score.flatten(0, -2).sum(0)).sum() * config.E / float(tokens)
     each = load.sum(-1, keepdim=True) / choices  # tokens of each sequence
     share = load / (each * choices)
     return (share * score.sum(1) / each).sum() * config.E / sequences

@@ -57,8 +57,8 @@ def _refusal(job: Job, sizes: dict[str, int]) -> str | None:
     if sizes["pipe"] > min(STAGES, w.L):
         return f"more stages than {min(STAGES, w.L)}"
     several = job.config.linear or isinstance(job.config.dense_layers, tuple)
-    if sizes["pipe"] > 1 and several and job.shards == ("fsdp",):
-        return "scaling.train's stages store layers of one kind"
+    if sizes["pipe"] > 1 and several:
+        return "stages store layers of one kind"
     if math.prod(sizes[axis] for axis in ("pod", "data", "fsdp", "expert")) > job.sequences:
         return f"more replicas than the {job.sequences:,} sequences"
     return None

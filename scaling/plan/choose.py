@@ -28,7 +28,7 @@ from scaling.train.settings import DTYPES, Settings
 from scaling.train.structure import resolved
 
 OFFERED = 4  # the meshes that are shown
-TRIES = 6  # with a chip of the catalogue the search ends once so many meshes proved too full
+TRIES = 12  # with a chip of the catalogue the search ends once so many meshes proved too full
 TRIED = 64  # the most ranks for which every mesh's own code is counted
 OPEN = "zero", "remat", "microbatches", "pipeline", "reduce"  # options that are chosen if a run does not give them
 ZEROS = 3, 1  # the stages that are tried then; of equally fast ones the first is taken

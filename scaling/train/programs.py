@@ -61,10 +61,11 @@ def step_by_symbols(
 
     try:
         El, J = settings.model.E // sizes.get("E", 1), loss_chunks(settings, sizes)[0]
-        loops = [*product(primed(El, "El"), primed(J, "J"))]
-        return weighted_sum(
-            (weight * a * b, program_of(depth, e, j)) for weight, depth in depths for (a, e), (b, j) in loops
-        )
+        (first, El), *more = primed(El, "El")
+        (_, J), *chunks = primed(J, "J")
+        loops = [(first, El, J), *((a, e, J) for a, e in more)]
+        loops += [(sign * b, El, at) for b, j in chunks for sign, at in ((1, j), (-1, J))]  # the loss has no experts
+        return weighted_sum((weight * a, program_of(depth, e, j)) for weight, depth in depths for a, e, j in loops)
     except NotMonomial:
         return weighted_sum((weight, counted_few(settings, sizes, coord, backend, depth)) for weight, depth in depths)
 

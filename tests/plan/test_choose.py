@@ -130,6 +130,9 @@ def test_layouts_that_are_named_for_a_run_are_those_that_it_runs(model, chips, s
         given = {"microbatches": own.microbatches, "remat": own.remat, "zero": own.zero, "pipeline": own.pipeline}
         some = Settings(model, "", "", sequences, 8192, dtype="bf16", reduce=own.reduce, **given)
         assert not choose.uneven(some, choose.mesh_of(own)), own
+    if model.linear or isinstance(model.dense_layers, tuple):  # no stage stores them, in whatever run
+        asked = replace(job, shards=Job(model, 8192, 8192).shards)
+        assert {found.layout.pipe for found in plans(asked, chip("h100"), chips)[:8]} == {1}
 
 
 DENSE, MIXTRAL, WIDE = (get(name).with_(V=8192) for name in ("llama3-8b", "mixtral-8x7b", "llama3-405b"))
