@@ -56,44 +56,53 @@ class Batches:
             )
 
     @cached_property
-    def places(self) -> Sequence[int]:
-        """The indices of one epoch's sequences, in the order of the corpus."""
-        every = range((self.last - self.first - 1) // self.length)
+    def places(self) -> numpy.ndarray | None:
+        """The indices of one epoch's sequences, in the order of the corpus; None if no text is left out."""
         if not self.without:
-            return every
-        starts = self.first + self.length * numpy.arange(len(every))
+            return None
+        starts = self.first + self.length * numpy.arange((self.last - self.first - 1) // self.length)
         meets = [(starts < last) & (starts + self.length >= first) for first, last in self.without]
-        return numpy.flatnonzero(~numpy.logical_or.reduce(meets)).tolist()
+        return numpy.flatnonzero(~numpy.logical_or.reduce(meets))
 
     @property
     def sequences(self) -> int:
         """The number of sequences in one epoch."""
-        return len(self.places)
+        return (self.last - self.first - 1) // self.length if self.places is None else len(self.places)
 
-    def number(self, place: int) -> int:
-        """Return the index of the sequence at a position in the endless order of epochs."""
-        epoch, at = divmod(place, self.sequences)
-        return self.places[int(epoch_order(self.seed, epoch, self.sequences)[at])]
+    def numbers(self, places: numpy.ndarray) -> numpy.ndarray:
+        """Return the index of the sequence at each position [n] in the endless order of epochs."""
+        epochs, at = numpy.divmod(places, self.sequences)
+        found = numpy.empty_like(at)
+        for epoch in {*epochs.tolist()}:
+            here = epochs == epoch
+            found[here] = epoch_order(self.seed, epoch, self.sequences).numpy()[at[here]]
+        return found if self.places is None else self.places[found]
 
-    def rows(self, numbers: Sequence[int]) -> Batch:
-        """Return the batch made of the sequences with these indices."""
-        return stacked([self.row(i) for i in numbers])
-
-    def row(self, number: int) -> Batch:
-        """Return one sequence: tokens, targets, segments [length].
+    def rows(self, numbers: "Sequence[int] | numpy.ndarray") -> Batch:
+        """Return the sequences with these indices [n]: tokens, targets, segments [n, length].
 
         A target does not count if the corpus excludes it, or if it belongs to another document than its token.
         Attention hides documents from each other, so the first token of a document cannot be predicted.
         """
-        start = self.first + number * self.length
-        ids, counted = self.corpus.between(start, start + self.length + 1)
-        segments = numpy.searchsorted(self.corpus.starts, numpy.arange(start, start + self.length + 1), side="right")
-        counts = segments[1:] == segments[:-1]
-        if counted is not None:
-            counts &= counted[1:]
-        row = ids[:-1], numpy.where(counts, ids[1:], IGNORED), segments[:-1]
-        tokens, targets, segments = (torch.from_numpy(x.astype(numpy.int64)) for x in row)
-        return tokens, targets, segments
+        starts = self.first + self.length * numpy.asarray(numbers, numpy.int64)
+        tokens, targets = (numpy.empty((len(starts), self.length), numpy.int64) for _ in range(2))
+        for row, start in enumerate(starts.tolist()):
+            ids, counted = self.corpus.between(start, start + self.length + 1)
+            tokens[row], targets[row] = ids[:-1], ids[1:]
+            if counted is not None:
+                targets[row, ~counted[1:]] = IGNORED
+        documents = self._documents(starts[:, None] + numpy.arange(self.length + 1))
+        targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
+        return torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents[:, :-1])
+
+    def several_documents(self, numbers: numpy.ndarray) -> bool:
+        """Return whether one of the sequences with these indices [n] has tokens of several documents."""
+        starts = self.first + self.length * numbers
+        return bool((self._documents(starts) != self._documents(starts + self.length - 1)).any())
+
+    def _documents(self, positions: numpy.ndarray) -> numpy.ndarray:
+        """Return the number of the document, from 1, that the token at each position belongs to."""
+        return numpy.searchsorted(self.corpus.starts, positions, side="right")
 
 
 @dataclass(frozen=True)
@@ -112,45 +121,53 @@ class Mixture:
             )
 
     @cached_property
-    def turns(self) -> list[tuple[int, int]]:
-        """The (source, number of its earlier sequences in the round) at each position of a round, shuffled."""
+    def turns(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The source, and the number of its earlier sequences in the round, at each position of a shuffled round."""
         total = sum(self.weights)
         exact = [ROUND * w / total for w in self.weights]
         counts = [int(x) for x in exact]
         late = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
         for i in late[: ROUND - sum(counts)]:
             counts[i] += 1
-        order = torch.repeat_interleave(torch.tensor(counts))[epoch_order(self.sources[0].seed, -1, ROUND)].tolist()
-        return [(source, order[:i].count(source)) for i, source in enumerate(order)]
+        shuffled = epoch_order(self.sources[0].seed, -1, ROUND)
+        sources, before = torch.repeat_interleave(torch.tensor(counts))[shuffled].numpy(), numpy.empty(ROUND, int)
+        for source, count in enumerate(counts):
+            before[sources == source] = numpy.arange(count)
+        return sources, before
 
-    def chosen(self, seen: int) -> list[tuple[int, int]]:
-        """Return the (source, index of its sequence) of each sequence in the batch that follows `seen` sequences."""
-        each = [sum(source == i for source, _ in self.turns) for i in range(len(self.sources))]
-        found = []
-        for place in range(seen, seen + self.sources[0].batch):
-            rounds, at = divmod(place, ROUND)
-            source, before = self.turns[at]
-            found.append((source, self.sources[source].number(rounds * each[source] + before)))
-        return found
+    def chosen(self, seen: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Return the source and the index of each sequence in the batch [B] that follows `seen` sequences."""
+        turns, before = self.turns
+        rounds, at = numpy.divmod(numpy.arange(seen, seen + self.sources[0].batch), ROUND)
+        sources = turns[at]
+        places = rounds * numpy.bincount(turns)[sources] + before[at]
+        numbers = numpy.empty_like(places)
+        for source in {*sources.tolist()}:
+            numbers[sources == source] = self.sources[source].numbers(places[sources == source])
+        return sources, numbers
 
-    def at(self, seen: int) -> Batch:
-        """Return the batch that follows the first `seen` sequences."""
-        return stacked([self.sources[source].row(number) for source, number in self.chosen(seen)])
+    def at(self, seen: int, rows: slice = slice(None)) -> Batch:
+        """Return these rows of the batch that follows the first `seen` sequences, reading no others."""
+        sources, numbers = (x[rows] for x in self.chosen(seen))
+        tokens, targets, segments = torch.empty(3, len(numbers), self.sources[0].length, dtype=torch.int64)
+        for source in {*sources.tolist()}:
+            here = torch.from_numpy(sources == source)
+            tokens[here], targets[here], segments[here] = self.sources[source].rows(numbers[sources == source])
+        return tokens, targets, segments
+
+    def several_documents(self, seen: int) -> bool:
+        """Return whether a row of the batch that follows `seen` sequences has tokens of several documents."""
+        sources, numbers = self.chosen(seen)
+        return any(self.sources[i].several_documents(numbers[sources == i]) for i in {*sources.tolist()})
 
 
-def stacked(rows: Sequence[Batch]) -> Batch:
-    """Stack sequences into a batch."""
-    tokens, targets, segments = (torch.stack(parts) for parts in zip(*rows, strict=True))
-    return tokens, targets, segments
-
-
-def ahead(source: Mixture, seen: int, batch: int) -> Iterator[Batch]:
-    """Yield the batches that follow the first `seen` sequences, while a thread prefetches the next one."""
+def ahead(source: Mixture, seen: int, batch: int, rows: slice = slice(None)) -> Iterator[Batch]:
+    """Yield these rows of the batches that follow the first `seen` sequences, while a thread prefetches the next."""
     with ThreadPoolExecutor(1, "batches") as reader:
-        coming = reader.submit(source.at, seen)
+        coming = reader.submit(source.at, seen, rows)
         while True:
             here, seen = coming.result(), seen + batch
-            coming = reader.submit(source.at, seen)
+            coming = reader.submit(source.at, seen, rows)
             yield here
 
 

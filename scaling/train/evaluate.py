@@ -9,10 +9,11 @@ from scaling import tree
 from scaling.models import transformer as model
 from scaling.models.template import chosen_end
 from scaling.strategies import transformer
+from scaling.train import guards
 from scaling.train.batches import IGNORED, Batches
 from scaling.train.origin import tokenizer_in
 from scaling.train.settings import DTYPES, Settings
-from scaling.train.step import local, with_adapters
+from scaling.train.step import batch_slices, placed, with_adapters
 
 LENGTH, TEMPERATURE = 64, 0.8  # the most tokens that a continuation has, and the temperature at which they are drawn
 
@@ -23,17 +24,21 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
     With `eval_batches` 0, all batches are evaluated. The perplexity is exp of the result. An incomplete last batch is
     filled up with rows that do not count. The experts' auxiliary terms are left out, and no gradient is computed.
     """
-    config, rows = settings.model.with_(aux_coef=0.0, z_coef=0.0), settings.batch // settings.microbatches
+    config, B = settings.model.with_(aux_coef=0.0, z_coef=0.0), settings.batch // settings.microbatches
+    rows, part = batch_slices(B, settings.seq, mesh)
+    replicas = mesh.size() // (B // (rows.stop - rows.start))
     total, count = 0.0, 0
     for held in valid:
         last = min(held.sequences, settings.eval_batches * settings.batch or held.sequences)
-        for first in range(0, last, rows):
-            some, targets, segments = (_filled(x, rows) for x in held.rows(range(first, min(first + rows, last))))
-            targets[last - first :] = IGNORED
-            if counted := int((targets != IGNORED).sum()):
-                some, targets, segments = (local(x, mesh) for x in (some, targets, segments))
+        for first in range(0, last, B):
+            numbers = [i for i in range(first, first + B)[rows] if i < last]
+            tokens, targets, segments = (_filled(x, rows.stop - rows.start) for x in held.rows(numbers))
+            targets[len(numbers) :] = IGNORED
+            counts = guards.everyone((targets != IGNORED).sum()[None], mesh)
+            if counted := int(counts.sum()) // replicas:
+                tokens, targets, segments = (placed(x[:, part], mesh) for x in (tokens, targets, segments))
                 given = settings.layout(mesh.sizes) | {"segments": segments, "context": settings.context}
-                loss = transformer.loss(params, some, targets, config, mesh, **given)
+                loss = transformer.loss(params, tokens, targets, config, mesh, **given)
                 total, count = total + loss.item() * counted, count + counted
     return total / count if count else math.nan
 

@@ -3,9 +3,11 @@
 A run writes metrics.jsonl and checkpoints. It saves a checkpoint and ends when the file `stop` appears in its folder.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from scaling import optim, tree
 from scaling.common.arguments import of_type
 from scaling.models.params import stored_sizes
 from scaling.profile.record import watched
+from scaling.spec import present
 from scaling.trace import Log
 from scaling.train import checkpoint, guards
-from scaling.train.batches import Batch, ahead, inputs, leave_out
+from scaling.train.batches import ahead, inputs, leave_out
 from scaling.train.durable import point_at, step_name
 from scaling.train.evaluate import continuation, evaluate
 from scaling.train.flight import Flight
@@ -33,7 +36,17 @@ from scaling.train.record import (
     resumable,
 )
 from scaling.train.settings import Settings, optimizer_of, rate
-from scaling.train.step import begin_state, held_types, local, make_step, parted, started, stored_layout, trained_types
+from scaling.train.step import (
+    batch_slices,
+    begin_state,
+    held_types,
+    make_step,
+    parted,
+    placed,
+    started,
+    stored_layout,
+    trained_types,
+)
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
@@ -54,7 +67,9 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     train, made_with["held_out"], gone = leave_out(train, valid, before.get("held_out", []))
     lr_at = rate(settings)
     step, result = make_step(settings, mesh, optimizer, frozen), {"step": start, "sequences": seen}
-    coming = ahead(train, seen - first, settings.batch)
+    rows, tokens = batch_slices(settings.batch, settings.seq, mesh)
+    coming = ahead(train, seen - first, settings.batch, rows)
+    agreed = torch.tensor([*blake2b(json.dumps(made_with).encode(), digest_size=16).digest()])
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
     met(mesh)
     if mesh.rank == 0:
@@ -71,15 +86,19 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     flight = Flight(out, mesh.rank)
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
         began = time.perf_counter()
-        whole = next(coming)
+        batch, place = next(coming), seen - first
         if settings.guard_every and (number - start - 1) % settings.guard_every == 0:
-            held = {"params": params, "optimizer": state, "batch": list(whole)}
-            guards.check_replicas(held, specs | {"batch": ["t[B, T]"] * 3}, mesh, number)
+            held = {"params": params, "optimizer": state, "options and data": agreed, "batch": list(batch)}
+            held |= {"first rows": list(train.at(place, slice(len(batch[0]))))}
+            guards.check_replicas(held, specs | types_read(mesh), mesh, number)
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
             began = time.perf_counter()
         lr = lr_at(state["step"]).item()
         with flight.step(number) as log:
-            params, state, metrics = step(params, state, _placed(whole, mesh), donate=True)
+            part: list = [placed(x[:, tokens], mesh) for x in batch]
+            if not train.several_documents(place):  # in the whole batch, so that all ranks decide alike
+                part[2] = None  # because a mask costs T^2
+            params, state, metrics = step(params, state, part, donate=True)
             loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
         seconds, stood = time.perf_counter() - began, guards.still(log) if mesh.device.type == "cpu" else None
         pace.add(seconds, stood or 0.0)
@@ -185,10 +204,14 @@ def state_specs(settings: Settings, mesh, optimizer: optim.Optimizer) -> dict:
     return {"params": held_types(settings, mesh), "optimizer": updated}
 
 
-def _placed(batch: Batch, mesh) -> tuple:
-    """Return this rank's part of a batch, without segments if each row has one document, because a mask costs T^2."""
-    tokens, targets, segments = (local(x, mesh) for x in batch)
-    return tokens, targets, segments if bool((batch[2] != batch[2][:, :1]).any()) else None
+def types_read(mesh) -> dict:
+    """Return the types of what the guards compare of a run's data.
+
+    Ranks along P, X and E train on different rows. So that they notice when they read different data, all ranks also
+    read the first rows of the batch, and compare a digest of the run's record, which has the digest of each file.
+    """
+    rows = present("t[B_PXE, T]", mesh)
+    return {"options and data": "digest[N]", "batch": [rows] * 3, "first rows": ["t[B, T]"] * 3}
 
 
 def expert_shares(log: Log, mesh) -> list[float]:

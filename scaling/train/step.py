@@ -41,6 +41,16 @@ def local(x: torch.Tensor, mesh) -> torch.Tensor:
     return tree.shard(x.to(mesh.device), batch_type(mesh), mesh)
 
 
+def batch_slices(batch: int, length: int, mesh) -> tuple[slice, ...]:
+    """Return the range of a batch's rows, and the range of each row's tokens, that this rank trains on."""
+    return batch_type(mesh).slices({"B": batch, "T": length}, mesh, mesh.coord)
+
+
+def placed(x: torch.Tensor, mesh) -> torch.Tensor:
+    """Return this rank's part of a batch, typed and on the device of the mesh, given that part."""
+    return tree.declare(x.to(mesh.device).contiguous(), batch_type(mesh), mesh)
+
+
 def stored_layout(settings: Settings, mesh) -> tuple[dict, dict[str, list[int]]]:
     """Return the types in which the model's params are stored, and the places of their slots (`stored_places`)."""
     config, schedule = settings.model, settings.schedule_on(mesh.sizes)

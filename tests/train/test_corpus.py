@@ -14,12 +14,14 @@ import torch
 from runs import refusal, train
 
 from scaling.configs import get
+from scaling.mesh import AbstractMesh
 from scaling.models.text import ByteText
 from scaling.train import corpus
 from scaling.train.batches import IGNORED, Batches, Mixture, ahead, hold_out, inputs
 from scaling.train.corpus import Corpus
 from scaling.train.origin import weighted_paths
 from scaling.train.settings import Settings
+from scaling.train.step import batch_slices
 
 CHATS = [
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
@@ -120,6 +122,10 @@ def test_paths_with_weights():
             weighted_paths(wrong)
 
 
+def chosen(mixture, seen):
+    return list(zip(*map(numpy.ndarray.tolist, mixture.chosen(seen)), strict=True))
+
+
 def counting(n, first=0, starts=(0,), counted=()):
     return Corpus((numpy.arange(first, first + n),), numpy.array(starts), counted)
 
@@ -128,12 +134,12 @@ def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     counted = numpy.arange(3000) % 3 == 0
     first, valid = hold_out(counting(3000, starts=(0, 500, 1000), counted=(counted,)), 4, 32, seed=5)
     n = first.sequences
-    seen = [i for step in range(n // 2) for _, i in Mixture((first,), (1,)).chosen(4 * step)]
+    seen = [i for step in range(n // 2) for _, i in chosen(Mixture((first,), (1,)), 4 * step)]
     assert sorted(seen[:n]) == list(range(n))
     assert seen[:n] != seen[n : 2 * n]
     other, larger = (Mixture((hold_out(counting(3000), 6, 32, seed)[0],), (2,)) for seed in (6, 5))
-    assert other.chosen(0) != [(0, i) for i in seen[:6]]
-    assert larger.chosen(6) == [(0, i) for i in seen[6:12]]  # a batch of another size sees the same order
+    assert chosen(other, 0) != [(0, i) for i in seen[:6]]
+    assert chosen(larger, 6) == [(0, i) for i in seen[6:12]]  # a batch of another size sees the same order
     for step, (ids, targets, segments) in enumerate(islice(ahead(Mixture((first,), (1,)), 8, 4), 5), 2):  # by a thread
         assert ids[:, 0].tolist() == [32 * number for number in seen[4 * step : 4 * step + 4]]
         assert torch.equal(targets, torch.where((ids + 1) % 3 == 0, ids + 1, IGNORED))
@@ -169,20 +175,25 @@ def test_no_target_is_of_another_document_than_its_token(kind):
             first = part.first + 32 * number
             text = "".join(TEXTS)[first : first + 33].encode()
             wanted = [IGNORED if kind != "one text" and (first + i) % 5 == 0 else text[i] for i in range(1, 33)]
-            tokens, targets, _ = part.row(number)
-            assert (tokens.tolist(), targets.tolist()) == ([*text[:-1]], wanted)
+            tokens, targets, _ = part.rows([number])
+            assert (tokens.tolist(), targets.tolist()) == ([[*text[:-1]]], [wanted])
 
 
 def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():
     sources = tuple(Batches(counting(100_001, 1_000_000 * i), 10, 10, 3, 0, 100_001) for i in range(3))
     mixture = Mixture(sources, (5, 3, 2))
-    found = [each for at in range(0, 2000, 10) for each in mixture.chosen(at)]
+    found = [each for at in range(0, 2000, 10) for each in chosen(mixture, at)]
     for some, off in ((found[:1000], 0), (found[1000:], 0), (found[:200], 25)):
         counts = [sum(source == i for source, _ in some) for i in range(3)]
         assert counts == pytest.approx([len(some) * share for share in (0.5, 0.3, 0.2)], abs=off)
     assert len(set(found)) == len(found)
     assert mixture.at(70)[0][3, 0] // 1_000_000 == found[73][0]
-    assert {*Mixture(sources, (998, 1, 1)).turns} >= {(1, 0), (2, 0)}
+    whole = mixture.at(70)
+    for coord in ({"P": p, "X": x, "C": 1} for p in range(2) for x in range(5)):  # each rank reads its own rows
+        rows, tokens = batch_slices(10, 10, AbstractMesh({"P": 2, "X": 5, "C": 2}, coord))
+        assert (rows.start, rows.stop, tokens) == (coord["P"] * 5 + coord["X"], rows.start + 1, slice(5, 10))
+        assert all(map(torch.equal, mixture.at(70, rows), (x[rows] for x in whole)))
+    assert {*zip(*map(numpy.ndarray.tolist, Mixture(sources, (998, 1, 1)).turns), strict=True)} >= {(1, 0), (2, 0)}
     with pytest.raises(ValueError, match=r"the weight 1 of 1001 is less than 1 in 1,000 sequences"):
         Mixture(sources, (998, 2, 1))
 

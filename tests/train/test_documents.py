@@ -136,7 +136,7 @@ def test_documents_end_with_the_end_of_text_which_is_the_last_target_of_each(kin
     found, flags = read.between(0, len(read))
     assert (found.tolist(), read.starts.tolist(), read.notes) == (ids, starts, ())
     assert (numpy.ones(len(ids)) if flags is None else flags).tolist() == counted
-    _, targets, segments = Batches(read, 1, len(ids) - 1, 0, 0, len(ids)).row(0)
+    _, (targets,), (segments,) = Batches(read, 1, len(ids) - 1, 0, 0, len(ids)).rows([0])
     wanted = [id if counted[i] and i not in starts else IGNORED for i, id in enumerate(ids)]
     assert targets.tolist() == wanted[1:]
     assert [i + 1 for i in range(len(ids) - 2) if segments[i] != segments[i + 1]] == starts[1:]

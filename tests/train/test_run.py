@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from machine import Forked, be_rank
+from machine import Forked, RankFailed, be_rank
 from runs import ONE, TINY, records, refusal, train, write_text
 
 from scaling import launch, tree
@@ -48,6 +48,28 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks):
         assert [record["step"] for record in records("parts", name)] == [1, 2, 3, 4]
     losses = [[record["loss"] for record in records(out)] for out in ("parts", "whole")]
     torch.testing.assert_close(*losses, rtol=2e-5, atol=0)
+
+
+def run_on_other_data(mesh, settings, differs):
+    """On rank 1 the file has another byte, or the tokens that are read from it differ."""
+    real, text = loop.inputs, Path(f"{mesh.rank}/text.txt")
+    text.parent.mkdir()
+    text.write_bytes(Path(settings.data).read_bytes() + bytes([mesh.rank if differs == "file" else 0]))
+
+    def inputs(given):
+        train, valid = real(given)
+        (source,) = train.sources
+        corpus = replace(source.corpus, parts=(source.corpus.parts[0] ^ mesh.rank,))
+        return replace(train, sources=(replace(source, corpus=corpus),)), valid
+
+    with mock.patch.object(loop, "inputs", inputs if differs == "tokens" else real):
+        loop.run(mesh, replace(settings, data=str(text)))
+
+
+@pytest.mark.parametrize(("differs", "leaf"), [("file", "options and data"), ("tokens", "first rows")])
+def test_ranks_that_read_other_data_are_named_though_each_reads_its_own_rows(ranks, differs, leaf):
+    with pytest.raises(RankFailed, match=rf'step 1: state\["{leaf}"\].* over X, but rank 1 of 2 has other values'):
+        ranks(run_on_other_data, {"X": 2}, settings("run"), differs)
 
 
 def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(monkeypatch, capsys):

@@ -31,7 +31,7 @@ from scaling.train import dry, evaluate, guards
 from scaling.train.batches import Batches
 from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import begin_state, check_compiled, count, drawn_params, gradients, make_step, parted
+from scaling.train.step import begin_state, check_compiled, count, drawn_params, gradients, local, make_step, parted
 
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
 EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)
@@ -47,7 +47,7 @@ def off(found, wanted) -> dict[str, float]:
 
 def batch_of(settings, mesh):
     rows = torch.randint(0, 256, (settings.batch, settings.seq + 1), generator=torch.Generator().manual_seed(1))
-    return [evaluate.local(x, mesh) for x in (rows[:, :-1], rows[:, 1:], torch.zeros_like(rows[:, 1:]))]
+    return [local(x, mesh) for x in (rows[:, :-1], rows[:, 1:], torch.zeros_like(rows[:, 1:]))]
 
 
 def summed(mesh, settings, dtype, scale=1024.0):
@@ -280,7 +280,7 @@ def test_held_out_and_training_losses_are_the_mean_over_documents_on_any_mesh(me
         rows = held.rows([*range(11), 0])  # 12 rows, which meshes divide: the first one, again, ...
         rows[1][11] = -100  # ... does not count
         settings = replace(settings, batch=12, microbatches=2 if "Z" in on.sizes else 3)
-        loss, _, _ = gradients(settings, on)(mine, [evaluate.local(x, on) for x in rows])
+        loss, _, _ = gradients(settings, on)(mine, [local(x, on) for x in rows])
         assert loss.item() == pytest.approx(total / count, rel=1e-12)
 
 
