@@ -308,7 +308,7 @@ page.table(rows, ["mesh", "x", "layout", "y", "losses", "gradients", "equal"])
 # ## The load by expert
 # All ranks wait for the busiest expert, so an uneven load costs time. DeepSeek-V3 adds a bias to the scores, but only
 # for the choice: after each step the bias rises where an expert had too few tokens, and falls where it had too many.
-# The weights of the sum do not see the bias.
+# The weights of the sum do not see the bias. `scaling.train` does the same after each step, by `--bias-rate`.
 
 # %%
 sigmoid, tokens, bias = config.with_(routing="sigmoid"), x.flatten(0, 1), torch.zeros(E).double()

@@ -80,6 +80,7 @@ class Context(NamedTuple):
         norm: norm(x, gain, eps) -> (the normed x, the statistic that its derivative needs).
         learned: Places[B_PXE, T_CY] of this rank's tokens in the table of learned positions, if the model has one.
         places: places[B, T_C] of the tokens in packed documents; None without documents.
+        loads: As in `StepOptions`.
         adapters: In layers with adapters, the function that `weight_gradient` calls for the gradients of their factors.
         defers: Whether gradients of weights are products that are computed when they are waited for.
     """
@@ -96,6 +97,7 @@ class Context(NamedTuple):
     norm: Callable = gained_norm
     places: Any = None
     learned: Any = None
+    loads: bool = False
     adapters: Callable | None = None
     defers: bool = False
 

@@ -379,10 +379,10 @@ def losses(logits: Tensor, experts: Tensor, config: Config) -> dict[str, Tensor]
 
 
 def update_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
-    """bias[E] after a step in which `load`[E] tokens chose each expert.
+    """bias[.., E] after a step in which `load`[.., E] tokens chose each expert.
 
     It goes up by `rate` where fewer tokens than the mean did, and down where more did, so that no auxiliary loss
     disturbs the model's own (DeepSeek-V3).
     """
     load = load.to(torch.float64)
-    return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)
+    return bias + rate * torch.sign(load.mean(-1, keepdim=True) - load).to(bias.dtype)

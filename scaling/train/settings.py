@@ -86,6 +86,12 @@ class Settings:
     weight_decay: float = as_flag(
         0.1, "weight decay of the matrices; embeddings, routers, norms and biases have none", number(0, 10)
     )
+    bias_rate: float | None = as_flag(
+        None,
+        "after each step the biases that choose experts (DeepSeek-V3) move by this toward an even load (default 0.001, "
+        "or 0 with --weights or --lora)",
+        number(0, 1),
+    )
     clip: float = as_flag(1.0, "gradients are clipped to this global norm", number(1e-9))
     seed: int = as_flag(0, "of params, data and dropout", integer(0, 2**63 - 1))
     dtype: str = as_flag(
@@ -143,6 +149,26 @@ class Settings:
         """The adapters that are trained, or None if all params are trained."""
         return Lora(self.lora, tuple(self.lora_on.split(",")), self.lora_alpha) if self.lora else None
 
+    @property
+    def balancing(self) -> float:
+        """The rate by which biases that choose experts move after a step, 0 in a model without them.
+
+        DeepSeek-V3 was trained with 0.001, and with 0 for its last 500B tokens (arXiv:2412.19437, 4.2). So a model that
+        begins with trained weights keeps its biases unless a rate is given.
+
+        Raises:
+            ValueError: A rate is given, and there are no such biases to train.
+        """
+        biased = self.model.moe and self.model.routing == "sigmoid" and not self.lora
+        if self.bias_rate and not biased:
+            why = "adapters alone are trained" if self.lora else f"{self.model.name} has none"
+            raise ValueError(
+                f"--bias-rate {self.bias_rate:g}: {why}\n  rule: it moves the biases of experts that are chosen by "
+                "sigmoids (DeepSeek-V3)\n  fix: leave it out"
+            )
+        rate = (0.0 if self.weights else 0.001) if self.bias_rate is None else self.bias_rate
+        return rate if biased else 0.0
+
     def schedule_on(self, sizes: Mapping[str, int]) -> str | None:
         """Return the pipeline's schedule as `StepOptions` takes it: None is 1F1B, or a mesh without stages."""
         return self.pipeline if sizes.get("Z", 1) > 1 and self.pipeline != "1f1b" else None
@@ -169,7 +195,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> Non
             how, default = {name: value for name, value in each.metadata.items() if value is not None}, each.default
             if default is False:
                 how["action"] = "store_true"
-            elif default != "":
+            elif default not in ("", None):
                 how["help"] += f" (default {default if isinstance(default, str) else f'{default:g}'})"
             parser.add_argument("--" + each.name.replace("_", "-"), default=default, **how)
 

@@ -20,6 +20,7 @@ from scaling.models import adapters, hf
 from scaling.models import transformer as model
 from scaling.models.dropout import at_step
 from scaling.models.lora import adapter_specs
+from scaling.models.moe import update_bias
 from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import stored_places
@@ -157,6 +158,7 @@ def begin_state(settings: Settings, mesh, optimizer: optim.Optimizer, params) ->
 def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limits = LIMITS) -> Callable:
     """Return f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm).
 
+    In a run that moves the biases of experts, their gradients are the tokens by expert, which the norm leaves out.
     `frozen`: the params that have no gradients; `limits`: as in StepOptions.
     """
     config, types = settings.model, trained_types(settings, mesh)
@@ -168,11 +170,40 @@ def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limi
         seed = at_step(settings.seed, step) if config.dropout else None
         loss, grads = transformer.loss_and_grads(
             others | params, inputs, targets, config, mesh, segments=segments, seed=seed, sums=sums, scale=scale,
-            limits=limits, **options,
+            limits=limits, loads=settings.balancing > 0, **options,
         )  # fmt: skip
-        return loss, grads, optim.global_norm(grads, types, mesh, limits.row)
+        return loss, grads, optim.global_norm(split_loads(grads, settings)[0], types, mesh, limits.row)
 
     return f
+
+
+def split_loads(grads: dict, settings: Settings) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Return the gradients with zeros for the biases of experts, and the loads[L, E] by stack that were there."""
+    if not settings.balancing:
+        return grads, {}
+    loads = {stack: dW["bias"] for stack, dW in grads.items() if isinstance(dW, dict) and "bias" in dW}
+    return grads | {stack: grads[stack] | {"bias": torch.zeros_like(load)} for stack, load in loads.items()}, loads
+
+
+def move_biases(params: dict, state: dict, loads: Mapping, rate: float) -> tuple[dict, dict]:
+    """Return params and state after the biases of experts, and their masters, moved by `rate` toward an even load."""
+
+    def moved(held: dict) -> dict:
+        own = {
+            stack: held[stack] | {"bias": update_bias(held[stack]["bias"], load, rate)} for stack, load in loads.items()
+        }
+        return held | own
+
+    if "rest" in state:  # Muon's, whose other leaves have a state of their own
+        params, rest = move_biases(params, state["rest"], loads, rate)
+        return params, state | {"rest": rest}
+    if "master" not in state:
+        return moved(params), state
+    master = moved(state["master"])
+    rounded = {}
+    for stack in loads:
+        rounded[stack] = params[stack] | {"bias": master[stack]["bias"].to(params[stack]["bias"].dtype)}
+    return params | rounded, state | {"master": master}
 
 
 def check_compiled(settings: Settings, sizes: Mapping[str, int]) -> None:
@@ -222,11 +253,14 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict
         number, scale = int(state["step"]) + 1, float(state.get("scale", 1.0))
         loss, grads, norm = f(params, batch, number, scale)
         metrics = {"loss": loss, "grad_norm": norm} | ({"scale": scale} if "scale" in state else {})
+        grads, loads = split_loads(grads, settings)
         options = moved | guards.check_scaled(state, loss, norm, grads, types, mesh, number)
         if settings.norms:
             metrics["norms"] = guards.leaf_norms(grads, types, mesh)
         clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
         shards, state = optimizer.update(clipped, state, updated.shards(params), donate=donate, **options)
+        if loads and options.get("finite", True):
+            shards, state = move_biases(shards, state, loads, settings.balancing)
         del grads, clipped
         return updated.whole(shards, params, donate), state, metrics
 

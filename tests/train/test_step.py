@@ -13,16 +13,17 @@ import torch
 import torch.nn.functional as F
 from machine import on_ranks
 from refused import read_table
-from runs import ONE
+from runs import ONE, TINY
 
 from scaling import serve, tree
 from scaling.book.arrays import largest
+from scaling.collectives import all_gather
 from scaling.configs import Latent, Linear, get
 from scaling.cost.memory import ROOM
 from scaling.launch import run
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.strategies import transformer
+from scaling.strategies import expert, transformer
 from scaling.strategies.transformer.ends import Terms, chunked_loss
 from scaling.trace import trace
 from scaling.trace.count import Between, counted_step
@@ -331,3 +332,55 @@ def test_steps_are_those_of_a_plain_loop_of_torch_s():
         plain.step()
         assert metrics["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-12)
     assert largest(off(params, theirs).values()) < 1e-12
+
+
+BALANCED = TINY.with_(L=3, E=4, k=2, routing="sigmoid", dense_layers=1, F_dense=16, aux_coef=0.01)
+
+
+def biases(mesh, settings):
+    """The whole biases of experts after three steps, and the largest of their moments."""
+    params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
+    state, step = begin_state(settings, mesh, optimizer, params), make_step(settings, mesh, optimizer)
+    for _ in range(3):
+        params, state, _ = step(params, state, batch_of(settings, mesh), donate=True)
+    state = state.get("rest", state)
+    moments = [state[name]["layers"]["bias"].abs().max().item() for name in ("m", "v")]
+    masters = state.get("master", params)
+    assert torch.equal(params["layers"]["bias"], masters["layers"]["bias"].to(params["layers"]["bias"].dtype))
+    bias = masters["layers"]["bias"]
+    return all_gather("bias[L_Z, E] -> bias[L, E]", bias, mesh) if "Z" in mesh.sizes else bias, max(moments)
+
+
+@pytest.mark.slow
+def test_biases_of_experts_move_toward_an_even_load(ranks, monkeypatch):
+    """By the rate and the sign alone, as a loop over the choices of all layers and microbatches says; on every mesh."""
+    settings = Settings(BALANCED, "", "", 4, 16, microbatches=2, dtype="fp64")
+    choices, real = [], expert.route_tokens
+
+    def seen(*given, **how):
+        choices.append(real(*given, **how).experts.numpy().copy())
+        return real(*given, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(expert, "route_tokens", seen)
+        found, moments = biases(ONE, settings)
+    bias = numpy.zeros((2, 4))
+    for step in range(3):
+        for layer in range(2):  # two microbatches, of two layers with experts each
+            both = [*choices[4 * step + layer].flat, *choices[4 * step + layer + 2].flat]
+            load = [both.count(e) for e in range(4)]
+            for e in range(4):
+                bias[layer, e] += 0.001 * numpy.sign(sum(load) / 4 - load[e])
+    numpy.testing.assert_allclose(found.numpy(), bias, rtol=1e-12)
+    assert abs(bias).max() == pytest.approx(0.003)
+    assert moments == 0
+    for mesh in {"X": 2}, {"E": 2}, {"Y": 2}, {"Z": 2}:
+        assert torch.equal(ranks(biases, mesh, settings)[0][0], found), mesh
+    low, _ = biases(ONE, replace(settings, dtype="bf16", optimizer="muon"))
+    assert low.dtype == torch.float32
+    assert low.abs().max() == pytest.approx(0.003)
+    kept, _ = biases(ONE, replace(settings, bias_rate=0.0))
+    assert not kept.any()
+    assert not replace(settings, weights="DIR").balancing
+    with pytest.raises(ValueError, match=r"--bias-rate 0.1: tiny has none"):
+        _ = replace(settings, model=TINY, bias_rate=0.1).balancing

@@ -251,6 +251,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
             "positions": tree.shard(places, present("p[T_Y]", mesh), mesh),
         }
     given: dict[str, Any] = {"einsum": einsum, "adapters": factor_gradients if step.options.lora else None}
+    given["loads"] = step.options.loads
     if precision := step.options.precision:
         given["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
     contexts = []

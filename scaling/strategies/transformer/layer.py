@@ -18,6 +18,7 @@ checkpointing") is a set of names that are not kept, and the same lines then com
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, reduce_scatter, wait
@@ -37,7 +38,7 @@ from scaling.models.layer import (
     weight_gradient,
 )
 from scaling.models.linear import attend_linear, linear_attention_backward
-from scaling.models.moe import gradient_by_expert
+from scaling.models.moe import gradient_by_expert, load_of
 from scaling.models.pointwise import FUNCTIONS
 from scaling.strategies import expert
 from scaling.strategies.transformer.lora import expert_factor_gradients
@@ -256,5 +257,7 @@ def experts_backward(W: dict, dOut: Tensor, scale: float, s: Values, at: Context
     dLoss = {"balance": scale * config.aux_coef, "z": scale * config.z_coef}
     gradient = gradient_by_expert if at.adapters is None else expert_factor_gradients
     dy, dW = expert.backward(W, dOut, dLoss, s, config, at.mesh, layout, at.einsum, gradient)
+    if at.loads and "bias" in W and not at.mesh.coord.get("Y", 0):  # the ranks along Y have the same tokens
+        dW["bias"] = load_of(s["routing"].experts, config.E).to(torch.promote_types(dy.dtype, torch.float32))
     dMid, dgain = normed_backward(W, "norm_mlp", s["mid"], s["r"], dy, config)
     return dMid, dW | dgain

@@ -60,6 +60,8 @@ class StepOptions:
             of two.
         precision: The recipe of `scaling.scaled.RECIPES` by which the layers' products are scaled, or "".
         mean: Whether the loss is divided by the sum of the weights. Else it is sum(w ce), and w may have either sign.
+        loads: Whether the gradients of biases that choose experts are the tokens of the batch that chose each expert,
+            for `models.moe.update_bias`. Else they are zeros.
         lora: The adapters in params["lora"]; only they have gradients, {"lora": ...}.
         limits: The thresholds at which the step's code changes; None is `LIMITS`.
     """
@@ -77,6 +79,7 @@ class StepOptions:
     sums: "torch.dtype | None" = None
     scale: float = 1.0
     lora: "Lora | None" = None
+    loads: bool = False
     mean: bool = True
     precision: str = ""
     limits: "Limits | None" = None
