@@ -125,7 +125,7 @@ def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int
     if _touched(out / STOP) == stop:
         (out / STOP).unlink(missing_ok=True)
     flight.keep_earlier(out)
-    kept = {k: v for k, v in asdict(settings).items() if k not in NOT_KEPT}
+    kept = {k: v for k, v in asdict(settings).items() if k not in NOT_KEPT and v is not None}  # TOML has no null
     kept |= {"mesh": mesh, "dropout": settings.model.dropout} | keep_origin(out, model, settings)
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(kept.items())]
     replaced(out / RUN, "".join(lines))  # atomic, because ranks that start later may be reading it
