@@ -137,7 +137,7 @@ def beside_state(
 def kept(job: Job, c: Compute, l: Layout) -> Amount:
     """Return the bytes that a layer saves for the backward pass of a microbatch."""
     w, act = job.work, job.act_bytes
-    split, apart = of_policy(job, w.saved, l)
+    split, apart = of_policy(w.saved, l)
     if FRAMEWORKS[job.framework].sequence:
         split, apart = split + apart, 0.0 * apart
     split = split + stored_scores(job, l) * is_one(l.remat, POLICIES, "none")
@@ -146,13 +146,8 @@ def kept(job: Job, c: Compute, l: Layout) -> Amount:
     return c.tokens * act * (split / l.tensor + apart - narrow / l.tensor)
 
 
-def of_policy(job: Job, rows: dict[str, tuple], l: Layout) -> np.ndarray:
-    """Return the numbers that belong to the layouts' checkpointing, given those of each policy.
-
-    Experts of a run save all that their backward pass reads, with "matmuls", too.
-    """
-    if job.runs and job.work.experts:
-        rows = rows | {"matmuls": rows["attention"]}
+def of_policy(rows: dict[str, tuple], l: Layout) -> np.ndarray:
+    """Return the numbers that belong to the layouts' checkpointing, given those of each policy."""
     codes = POLICIES.index(l.remat) if isinstance(l.remat, str) else l.remat
     return np.array([rows[policy] for policy in POLICIES])[codes].T
 
@@ -175,7 +170,7 @@ def moments_of_layer(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     token = act * c.tokens
     dense, experts = weight_elements(job, l)
     new = act * (job.grad_bytes > 0)
-    again = of_policy(job, w.again, l)
+    again = of_policy(w.again, l)
     scores = stored_scores(job, l) * np.logical_not(is_one(l.remat, POLICIES, "none"))
     attended, mlp = (again[0] + scores) / Y + again[1], again[2] / Y + again[3]
     before = np.where(is_one(l.remat, POLICIES, "block"), attended, 0.0)  # attention is computed again first
