@@ -26,7 +26,7 @@ from scaling.check.held import (
 from scaling.check.inferred import called, inferred, tensors_in
 from scaling.check.results import UNSET, ArrayMeta, view_error
 from scaling.check.typed import TypedLines
-from scaling.common.torch_private import TorchDispatchMode, storage_of
+from scaling.common.torch_private import OpMode, storage_of
 from scaling.spec import format_axes
 
 MADE = ("rand", "randn", "randint", "randperm", "zeros", "ones", "full", "empty")
@@ -47,11 +47,11 @@ def returns(func: Any) -> "tuple[str, str]":
     return schema.name.partition("::")[2].strip("_"), how
 
 
-class Judge(TypedLines, TorchDispatchMode):
+class Judge(TypedLines, OpMode):
     """Knows the type of each array by its memory."""
 
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
-        TorchDispatchMode.__init__(self)
+        OpMode.__init__(self)
         TypedLines.__init__(self, report, sizes)
         self.own_rows: dict[str, frozenset[str]] = {}  # {line that takes single rows: axes of these rows}
         self.ring: set[str] = set()  # axes along which blocks may yet be passed on

@@ -15,6 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
+class OpMode(TorchDispatchMode):
+    """A mode that sees each operation. Torch would wrap its calls to hide them from a compiler, which takes long."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def fused_adamw_(params, grads, m, v, count: Tensor, *, beta1, beta2, eps, weight_decay, lr) -> None:
     """Update lists of tensors in place by AdamW in one kernel.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.common.console import WIDE, table
-from scaling.common.torch_private import TorchDispatchMode, storage_of
+from scaling.common.torch_private import OpMode, storage_of
 
 
 @dataclass
@@ -102,14 +102,10 @@ def _outcome(function: Any, structure: Any, *operands: Any) -> "tuple[Any, list[
     return given[1], found
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OpMode):
     """A mode that counts the storages of all tensors that operations take and return."""
 
     only_looks = True  # lets collectives run in the same way as without the mode
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would wrap each call otherwise, which takes long
 
     def __init__(self, memory: PeakMemory, saw: Callable | None):
         super().__init__()

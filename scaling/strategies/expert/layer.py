@@ -121,7 +121,7 @@ def backward(
     W: dict, dOut: Tensor, dLoss: dict[str, float], s: Values, config: Config, mesh, at: ExpertLayout,
     product: Callable = einsum, gradient: Callable = gradient_by_expert,
 ) -> tuple[Tensor, dict]:  # fmt: skip
-    """dOut[B_X, T, D] -> (dy[B_X, T, D], dW typed as W and unreduced as `moe` says).
+    """dOut[B_PXE, T_CY, D] -> (dy[B_PXE, T_CY, D], dW typed as W and unreduced as `moe` says).
 
     Args:
         W: The params.
