@@ -138,6 +138,7 @@ def main(argv=None) -> int:
         print(f"warning: {note}", file=sys.stderr, flush=True)
     held_types(settings, AbstractMesh(sizes))  # for its refusals
     check_compiled(settings, sizes)
+    _ = settings.balancing  # for its refusals, too
     if args.dry_run:
         backend = "gloo" if args.device == "cpu" else "abstract"
         print(fold(describe(settings, sizes)) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
