@@ -32,28 +32,55 @@ from scaling.serve.text import TextStream
 from scaling.serve.types import ONE
 from scaling.spec import Spec
 
-LONGEST = 3  # tokens by which `ngram` looks for earlier places
+LONGEST = 3  # the most tokens of an n-gram
 Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # (worker, works) -> each work's proposals, by its id
 
 
-def by_ngrams(worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
-    """Return proposals for each work, as a draft: what followed the request's last tokens earlier in its text."""
-    return {w.id: ngram((*w.before, *w.tokens), w.proposals) if w.proposals else [] for w in works}
+class NgramIndex:
+    """A request's text, and the latest place at which each of its n-grams of up to `LONGEST` tokens ended.
 
-
-def ngram(tokens: Sequence[int], k: int) -> list[int]:
-    """Return k proposals from the request's own tokens: those after an earlier occurrence of its last n tokens.
-
-    The longest n up to `LONGEST` that occurs again is used, at its latest place. If none does, the last token is
-    repeated.
+    The n-grams that end the text are not in the index yet, so what is found is an earlier place. An appended token
+    costs `LONGEST` entries, and a look-up as many reads, however long the text is.
     """
-    tokens = list(tokens)
-    for n in range(min(LONGEST, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - n - 1, -1, -1):
-            if tokens[start : start + n] == tokens[-n:]:
-                after = tokens[start + n : start + n + k]
-                return after + [after[-1]] * (k - len(after))
-    return tokens[-1:] * k
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.tokens: list[int] = []
+        self.ends: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            for n in range(1, min(LONGEST, len(self.tokens)) + 1):
+                self.ends[tuple(self.tokens[-n:])] = len(self.tokens)
+            self.tokens.append(token)
+
+    def proposals(self, k: int) -> list[int]:
+        """Return k tokens: those after the latest earlier place of the last n tokens, for the longest n that has one.
+
+        If the text ends before k tokens, its last token is repeated, as it is if no n has an earlier place.
+        """
+        for n in range(min(LONGEST, len(self.tokens)), 0, -1):
+            if end := self.ends.get(tuple(self.tokens[-n:])):
+                after = self.tokens[end : end + k]
+                return after + after[-1:] * (k - len(after))
+        return self.tokens[-1:] * k
+
+
+def by_ngrams(texts: dict[int, NgramIndex], worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
+    """Return proposals for each work, as a draft: what followed the request's last tokens earlier in its text.
+
+    `texts` has the index of each request by its id, and is updated.
+    """
+    proposed: dict[int, list[int]] = {w.id: [] for w in works}
+    for w in works:
+        if w.proposals:
+            if w.id not in texts or texts[w.id].request is not w.request:
+                texts[w.id] = NgramIndex(w.request)
+            known = len(texts[w.id].tokens)
+            texts[w.id].extend((*w.before[known:], *w.tokens[max(0, known - w.start) :]))
+            proposed[w.id] = texts[w.id].proposals(w.proposals)
+    return proposed
 
 
 def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
@@ -200,7 +227,8 @@ class Engine:
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
         self.streams: dict[int, TextStream] = {}
         own = partial(PagedModel, options=options, mesh=mesh, form=form, **model)
-        self.model, self.draft = own(params, config), by_ngrams if draft == "ngram" else None
+        self.texts: dict[int, NgramIndex] = {}
+        self.model, self.draft = own(params, config), partial(by_ngrams, self.texts) if draft == "ngram" else None
         self.models = [self.model]
         if draft not in (None, "ngram"):
             self.models.append(_small(draft, config, own))
@@ -240,6 +268,7 @@ class Engine:
                 done.append(Done(action.worker, {id: each.tokens for id, each in own.items()}, stopped))
             elif isinstance(action, Finish):
                 self.streams.pop(action.id, None)
+                self.texts.pop(action.id, None)
         return given, done
 
     def _given(self, action: Run) -> dict[int, Given]:

@@ -10,9 +10,10 @@ from refused import read_table
 from running import functions
 
 from scaling.serve import Sampling
-from scaling.serve.engine import ngram
-from scaling.serve.requests import Draw
+from scaling.serve.engine import by_ngrams
+from scaling.serve.requests import Draw, Request
 from scaling.serve.sampling import draw_token, probabilities, sample, uniforms
+from scaling.serve.states import Work
 
 RULE = functions("07_speculative")
 expected_tokens, residual, verify = (RULE[name] for name in ("expected_tokens", "residual", "verify"))
@@ -106,7 +107,27 @@ def test_tokens_that_a_step_gives_on_average():
         assert expected_tokens(rate, k) == pytest.approx(sum(rate**n for n in range(k + 1)))
 
 
-def test_ngram_proposes_what_followed():
-    assert ngram([5, 1, 2, 9, 8, 1, 2], 3) == [9, 8, 1]
-    assert ngram([1, 2, 1, 3, 1], 2) == [3, 1]  # the latest place
-    assert ngram([7], 2) == [7, 7]
+def rescanned(tokens: list[int], k: int) -> list[int]:
+    """The tokens after the latest earlier place of the last n, found by reading the whole text."""
+    for n in range(min(3, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[-n:]:
+                after = tokens[start + n : start + n + k]
+                return after + [after[-1]] * (k - len(after))
+    return tokens[-1:] * k
+
+
+def test_ngrams_propose_what_followed_the_latest_earlier_place():
+    """Texts grow by one or several tokens; a request takes the id of another, and may go on after it was preempted."""
+    for text, wanted in ([5, 1, 2, 9, 8, 1, 2], [9, 8, 1]), ([1, 2, 1, 3, 1], [3, 1, 1]), ([7], [7, 7, 7]):
+        assert rescanned(text, 3) == wanted
+    rng, texts = random.Random(0), {}
+    for i in range(300):
+        text = [rng.randrange(rng.choice([2, 4, 50])) for _ in range(rng.randrange(1, 40))]
+        request = Request(i % 3, tuple(text), 99)
+        for _ in range(10):
+            work = Work(request, len(text) - 1, (text[-1],), (), True, rng.randrange(5), tuple(text[:-1]))
+            assert by_ngrams(texts, "both", [work]) == {
+                i % 3: rescanned(text, work.proposals) if work.proposals else []
+            }
+            text += [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
