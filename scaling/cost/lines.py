@@ -127,7 +127,7 @@ class StepProgram:
 
     def at(
         self, sizes: Mapping[str, Any], groups: Mapping[str, Any], held: Mapping[str, Any], as_is: Sequence[str],
-        linear: str = "",
+        staged: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Return the CountedStep at these sizes.
 
@@ -136,19 +136,20 @@ class StepProgram:
             groups: The sizes of the mesh's axes.
             held: The values of symbols that have another value when live bytes are counted.
             as_is: The operations for which the bytes sent, not V, are in the terms.
-            linear: A symbol in which the result is extrapolated, so that shares of it are not rounded.
+            staged: The values of symbols that have another value in collectives over stages.
         """
-        at = Monomials(sizes)
+        at, over_stages = Monomials(sizes), Monomials({**sizes, **staged})
         lines = {}
         for kind, calls in self.step.lines.items():
-            n = prod(groups.get(axis, 1) for axis in kind.axes)
-            over, under = (1, 1) if kind.op in as_is else share_of_sent(kind.op, n)
-            sent: Any = 0
+            whole = over_stages if "Z" in kind.axes else at
+            over, under = share_of_sent(kind.op, prod(groups.get(axis, 1) for axis in kind.axes))
             terms: Mapping = calls.sent.terms  # type: ignore[union-attr]
-            for (monomial, coefficient), number in terms.items():
-                V = coefficient * at.of(monomial) * over
-                sent += number * (V / under if linear in dict(monomial) else V // under)
-            lines[kind] = Calls(calls.number, at.value(calls.amount), sent)
+            if kind.op in as_is:
+                sent = sum(n * coefficient * at.of(monomial) for (monomial, coefficient), n in terms.items())
+            else:
+                each = [(n, coefficient * whole.of(monomial)) for (monomial, coefficient), n in terms.items()]
+                sent = sum(n * (V * over // under) for n, V in each)
+            lines[kind] = Calls(calls.number, whole.value(calls.amount), sent)
         work: dict[str, Any] = {name: _at(getattr(self.step, name), at) for name in WORK}
         params, state = at.value(self.step.params), at.value(self.step.state)
         alive = Monomials({**sizes, **held}) if held else at

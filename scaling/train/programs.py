@@ -288,9 +288,9 @@ def program_at(
     model, (number, held), C = settings.model, loss_chunks(settings, sizes), sizes.get("C", 1)
     at: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in "PXYE"}
     at |= {letter: getattr(model, letter) for letter in "DFGKHS"} | {"O": model.F_dense, "El": model.E // at["E"]}
-    shorter = Fraction(dict(structure.mesh).get("Z", 1), sizes.get("Z", 1))
+    V = types.padded_sizes(model, AbstractMesh(sizes))["V"]
     at |= {
-        "V": int(types.padded_sizes(model, AbstractMesh(sizes))["V"] * shorter),
+        "V": V * Fraction(dict(structure.mesh).get("Z", 1), sizes.get("Z", 1)),  # the part of a rank is as large
         "b": rows_of_rank(settings, sizes),
         "T": settings.seq,
     }
@@ -302,4 +302,4 @@ def program_at(
         for small, real in {*zip(structure.settings.model.windows, model.windows, strict=False)}:
             own = (0, None) if model.chunked else (small or 0, real)
             at[f"pairs {own[0]}"] = pairs_of_rank(settings.seq, C, coord, own[1])
-    return found.at(at, sizes, {"J": held}, ONE_WAY, "V" if shorter < 1 else "")
+    return found.at(at, sizes, {"J": held}, ONE_WAY, {"V": V})
