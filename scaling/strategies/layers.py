@@ -229,8 +229,9 @@ class Layers:
             W = self.waited(l, W)
             saved = kept.pop() if donate else kept[l]
             dx, dW = layer(l, W, dx, saved)
+            del W, saved
             add(l, dW)
-            del W, saved, dW
+            del dW
             dx = wait(dx)
         if self.each:
             self.settle()  # else whole gradients would be held while the next microbatch runs forward
