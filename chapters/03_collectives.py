@@ -250,7 +250,7 @@ page.title("AllToAll one way: what a device keeps, and what it passes on; b3 goe
 show_frames(exchange_frames(4), draw_chunks)
 
 # %% [markdown]
-# The rings themselves run on the ranks of this chapter, too, and give what the collectives give.
+# The rings themselves run on the ranks of this chapter, too, and their results equal the collectives'.
 
 
 # %%

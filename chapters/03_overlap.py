@@ -191,7 +191,7 @@ page.end()
 #    come from the left. Which index of W has to change with it, and what does the comparison say until it does?
 #    Answer: `blocks[(y + i) % n]` must become `blocks[(y - i) % n]`, because after i hops from the left a device has
 #    the block of device y - i. Until then result and gradients are wrong by as much as they are large, and nothing is
-#    refused: no type knows which block is at hand.
+#    refused: no type knows which block a device holds.
 # 2. Question: how much of the sending is hidden with F = 8192? Evaluate `1 - (bars.end_of(overlapped(8192)) - N *
 #    times(8192)[0]) / ((N - 1) * times(8192)[1])`.
 #    Answer: 40%: a hop takes longer than a product, so the MXU waits at each hop for the rest of it.

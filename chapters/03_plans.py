@@ -229,7 +229,7 @@ rows = [(str(e), *(f"{x:,.1f}" for x in (e.nbytes / 1e6, e.flops / 1e9, now / 1e
 page.table(rows, ["line", "V, MB", "GFLOPs", "MB held"])
 page.say(f"peak {memory.peak / 1e6:,.1f} MB\n")
 moved = [(e, e.nbytes if e.wire_bytes else 0) for e, _, _ in memory.steps]
-up = [(e, n) for e, n in moved if "W_in" in str(e) and "W_out" not in str(e)]  # what a second W_in would add
+up = [(e, n) for e, n in moved if "W_in" in str(e) and "W_out" not in str(e)]  # the bytes of a second W_in
 total, flops = sum(n for _, n in moved), sum(e.flops for e, _ in moved)
 page.same([
     ("bytes of all collectives", "8BD/X + 12DF/Y", 8 * B * D // X + 12 * D * F // Y, total),

@@ -375,7 +375,7 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `dKV = wait(dKV) + torch.stack([dK, dV])` by `dKV = 0 * wait(dKV) + torch.stack([dK, dV])`. Which
 #    gradients are wrong now, and would the loss of a training run tell?
-#    Answer: Those of K and V: a block leaves behind what the ranks before added, and keeps the last one's term alone.
+#    Answer: dK and dV: a block leaves behind what the ranks before added, and keeps the last one's term alone.
 #    The forward pass and dQ stay right, so the loss would hardly tell; only a comparison of gradients does.
 # 2. Question: with G = 1, as many KV heads as query heads, from how many tokens a chip on does a v5p hide the ring?
 #    Evaluate `hidden_from(v5p.intensity("line"), 1)`.

@@ -68,7 +68,7 @@ ROWS = {"y": "y[B_X, T, D]", "dx": "dx[B_X, T, D]"}
 
 # %%
 def layer(params, x, mesh):
-    """x[B_X, T, D] -> (y[B_X, T, D], what the backward reads, with the experts that the tokens chose)."""
+    """x[B_X, T, D] -> (y[B_X, T, D], the values that the backward reads, with the experts that the tokens chose)."""
     tokens = x.flatten(0, 1)
     logits = moe.router_logits(tokens, params["router"])
     experts = moe.choose_experts(tokens, params["router"], config)  # 1. k experts for each token
@@ -91,7 +91,7 @@ def layer(params, x, mesh):
 
 # %% [markdown]
 # The backward has the transpose of each line, from the last to the first. The cotangents of the results go to the
-# experts as the rows did (line 5), and those of the rows come back (line 3). In between each product has two
+# experts as the rows did (line 5), and the rows' cotangents come back (line 3). In between each product has two
 # transposes: one by the experts' weights, on the critical path, and one that gives the gradient of the weights. The
 # router learns through the weights of line 6: the cotangent of a weight is the dot product of its row with dy. The
 # routing is saved, so that nothing is chosen again.

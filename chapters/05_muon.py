@@ -182,7 +182,7 @@ page.end()
 #    4.775 x^3, which drives singular values near 1 beyond 1, where the third power takes over: after five steps the
 #    result is millions of times too large.
 # 2. Question: how many FLOPs has Newton-Schulz of LLaMA-3 8B's W_in? Evaluate `matrix_flops(4096, 14336)`.
-#    Answer: 5.5 TFLOP, an eighth of those of LLaMA-3 70B's.
+#    Answer: 5.5 TFLOP, an eighth of LLaMA-3 70B's.
 # 3. Flag: run with `--mesh X=2`. How many bytes does an owner send now?
 #    Answer: 4,096 in each AllToAll, a quarter of V: a rank has half of the array, and half of that is for the other
 #    rank. (The matrices of this chapter grow with X, so V is smaller, too.)

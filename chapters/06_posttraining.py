@@ -15,7 +15,7 @@ learned in seconds.
 # Training shards weights over X as well as Y, since optimizer state and activations need the room (Part 5). Decoding
 # would have to gather them for every token, so a serving mesh does not split them over X (Part 7). Every step needs the
 # same weights in both types, and the price is that they are moved once a step. A system that moves the wrong ones does
-# not crash. Its answers then come from other weights than those that are trained, and the model merely learns less.
+# not crash. Its answers then come from other weights than the trained ones, and the model merely learns less.
 
 # %%
 import tempfile
@@ -185,7 +185,7 @@ page.end()
 #    `weights = weights if step > 1 else loop.pushed(params, settings, meshes)`, so that
 #    the serving mesh keeps the first weights. Which column shows it?
 #    Answer: The largest gap: it is 3e-15 in the first step and 2 to 3 afterwards, because the answers come from other
-#    weights than those that are trained. With `--small` the reward stays near 0.1; without the edit it rises to 0.90.
+#    weights than the trained ones. With `--small` the reward stays near 0.1; without the edit it rises to 0.90.
 # 2. Question: how many GB does a serving rank receive? Evaluate `round(sums[1] / 1e9, 2)`.
 #    Answer: 17.64, the last row of the column `apart`: there a serving rank has none of its weights before.
 # 3. Flag: run with `--plot reward.svg`. After how many steps are half of the tokens right?

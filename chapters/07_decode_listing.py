@@ -68,7 +68,7 @@ def by_heads(O, mesh):
 # Both versions run on ranks and are compared with one device. With one KV head on each rank of Y they are the same.
 # With two, the book's step 10 joins a part of M from each of the two KV heads. These are not the heads that this rank's
 # block of W_O multiplies, so the result is wrong. In the table of lines, V is the bytes of the array that is gathered,
-# exchanged or reduced, as in Part 3, and `sent` is what each rank sends.
+# exchanged or reduced, as in Part 3, and `sent` is the bytes that each rank sends.
 
 
 # %%
@@ -176,7 +176,7 @@ page.end()
 # ## Three things to try
 # 1. Edit: replace `+ mesh.coord["Z"] * len(x)` by `+ 0 * len(x)`. Which rows of A are still right, and why is the
 #    cache?
-#    Answer: Those of the ranks with Z=0, whose queries begin at place 0. On the others the mask hides the keys of the
+#    Answer: The rows on ranks with Z=0, whose queries begin at place 0. On the others the mask hides the keys of the
 #    ranks before, and A differs by more than its largest element. The cache is right, because keys and values do not
 #    depend on the mask.
 # 2. Question: how many ways may the sequence of LLaMA-3 8B be split on v5e? Evaluate

@@ -86,7 +86,7 @@ page.show(layout.beside(pictures, gap=2, columns=80), lambda: svg.time_lines(lin
 # ## How policies change latency
 # Now requests arrive at random, with prompts and outputs of different lengths. Compare the medians (p50) with the 95th
 # percentiles (p95). With `static`, a request waits for the slowest of a batch before it begins; its tokens then come
-# steadily, as no prompt runs beside them. With `interleaved`, some requests have tokens several times as slowly as
+# steadily, as no prompt runs meanwhile. With `interleaved`, some requests have tokens several times as slowly as
 # others, because every prompt stops all decodes; chunks make this better. With `disaggregated`, the first token takes
 # as long, since prompts wait for each other, but the tokens after it come steadily. This takes twice the chips: so few
 # requests do not fill both slices, and it makes half as many tokens a chip.

@@ -346,4 +346,4 @@ page.end()
 #    bandwidths.
 # 3. Flag: run with `--mesh Y=4,Z=1`. Which collectives are left?
 #    Answer: AllGather and AllReduce in all forms, and the ReduceScatter of `2d`. The AllToAlls of `heads_batch` and the
-#    ReduceScatter of `sequence` are over Z, and are gone.
+#    ReduceScatter of `sequence` are over Z, so they disappear.

@@ -100,7 +100,7 @@ def listing(graph) -> str:
 
 
 # %% [markdown]
-# Inductor takes long, so the code below is what it wrote once; with `--compile 1` it writes again.
+# Inductor takes long, so the code below was written once; with `--compile 1` it is written again.
 
 
 # %%

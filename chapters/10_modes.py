@@ -302,4 +302,4 @@ page.end()
 #    Answer: 131,072: 16,384 in a ReduceScatter over Y, and 114,688 in an AllGather over X and Y.
 # 3. Flag: run with `--mesh X=4,Y=1`. Which lines are left?
 #    Answer: AllGather_X of the weights in the forward pass, and with it ReduceScatter_X of their gradients in the
-#    backward. All lines over Y are gone, because each device has whole activations.
+#    backward. No line over Y is left, because each device has whole activations.

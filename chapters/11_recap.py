@@ -24,7 +24,7 @@ parts = sorted({part(path) for path in paths})
 
 # %% [markdown]
 # ## The numbers, part by part
-# "agrees" means that ours rounds to what the book prints. "rounding" means that the book rounded on the way. "erratum"
+# "agrees" means that ours rounds to the book's number. "rounding" means that the book rounded on the way. "erratum"
 # means that the book is wrong, and the line below the row says how. "ours" means that the book has no such number,
 # because it asks without an answer, or because the chapter goes on from there.
 

@@ -297,5 +297,5 @@ page.end()
 #    `parse("W[D, F] {Q_D}").nbytes(sizes, ONE, "nvfp4") / (2 * 8192 * 28672)`.
 #    Answer: 0.281: 4 bits, and a scale of 8 bits for 16 values, are 4.5 of 16 bits.
 # 3. Flag: run with `--mesh X=1`. Which of the lines still send something?
-#    Answer: None: all ten lines are left with their V, and the column of what is sent is empty. The formats still
-#    quantize, and the results are those of one device.
+#    Answer: None: all ten lines are left with their V, and the column of bytes sent is empty. The formats still
+#    quantize, and the results equal one device's.

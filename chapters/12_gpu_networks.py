@@ -216,7 +216,7 @@ gathered, ports, cable = 2 * 4096 * 65536, LEAF.ports, LEAF.link_bw
 
 
 def enough(gpus: int, ports_up: float) -> float:
-    """Return the number of switches, of `ports_up` ports each, that carry what the nodes of so many GPUs send."""
+    """Return the number of switches, of `ports_up` ports each, that carry the messages of so many GPUs' nodes."""
     return gpus / 8 * leaf["node_bw"] / (ports_up * cable)
 
 

@@ -176,4 +176,4 @@ page.end()
 #    `cost.critical_batch(B200.flops(), B200.hbm_bw, 4096, 8192)`.
 #    Answer: 314, more than the ridge of 281, because the rows and the result are read and written as well.
 # 3. Flag: run with `--plot roofs.svg`. Which of the points lie on the level part of the roof?
-#    Answer: Those of 512 and of 4,096 rows, with 431 and 1,638 FLOPs for a byte: the corner of a B200 is at 281.
+#    Answer: The points of 512 and 4,096 rows, with 431 and 1,638 FLOPs for a byte: the corner of a B200 is at 281.

@@ -119,7 +119,7 @@ def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: Sequence[Entr
     hides = [entry.hides(chip, l) if entry.kind == "critical" else 1.0 for entry in entries]
     each = [entry.over.forecast(entry.nbytes, rate) for entry in entries]
     for way, computing in enumerate((forward + attention + memory, backward + 2 * (attention + memory) + again)):
-        layers, once, waits = [], [], 0.0  # of a microbatch, of a step; what a microbatch waits for
+        layers, once, waits = [], [], 0.0  # of a microbatch, of a step; the waits of a microbatch
         for entry, seconds, behind in zip(entries, each, hides, strict=True):
             if entry.kind == "step":
                 once.append((entry, entry.ways[way] * seconds))

@@ -147,7 +147,7 @@ def kept(job: Job, c: Compute, l: Layout) -> Amount:
 
 
 def of_policy(rows: dict[str, tuple], l: Layout) -> np.ndarray:
-    """Return the numbers that belong to the layouts' checkpointing, given those of each policy."""
+    """Return the numbers that belong to the layouts' checkpointing, from the numbers of each policy."""
     codes = POLICIES.index(l.remat) if isinstance(l.remat, str) else l.remat
     return np.array([rows[policy] for policy in POLICIES])[codes].T
 

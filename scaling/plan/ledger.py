@@ -17,7 +17,7 @@ from scaling.hardware import Chip
 from scaling.plan.job import POLICIES, REDUCES, SCHEDULES, Job, Layout
 from scaling.plan.network import LANES
 
-FORWARD = (  # what a layer computes, and the collectives that it waits for, each over its mesh axis
+FORWARD = (  # a layer's computations, and the collectives that it waits for, each over its mesh axis
     "tensor: AG In", "compute: QKV", "context: AG K, V", "compute: scores", "compute: O", "tensor: RS Out",
     "expert: dispatch", "tensor: AG In", "compute: up", "compute: down", "tensor: RS Out", "expert: combine",
 )  # fmt: skip

@@ -234,9 +234,8 @@ def uploaded(numbers: Sequence, device: torch.device) -> Tensor:
 def by_length(lengths: Sequence[int], again: float) -> list[list[int]]:
     """Split rows into groups of similar lengths, as lists of the rows' numbers; a step computes one group at a time.
 
-    Attention reads as many places for every row of a group as its longest row has. Each further group costs `again`,
-    the places whose bytes are as many as those of the weights, which are read once more. Rows are split only if this
-    halves what is read.
+    Attention reads as many places for every row of a group as its longest row has. For each further group a step reads
+    the weights once more, which have as many bytes as `again` places. Rows are split only if that halves the bytes.
     """
 
     def split(rows: list[int]) -> list[list[int]]:

@@ -4,7 +4,7 @@ import sys
 
 from scaling.common.console import command_of
 
-COMMANDS = {  # each module is imported when it is asked for: all but listings are drawn without torch
+COMMANDS = {  # each module is imported when its command runs: all but listings are drawn without torch
     "schedule": "scaling.show.timelines",
     "params": "scaling.show.params",
     "listing": "scaling.book.drawing",

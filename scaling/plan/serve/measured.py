@@ -35,7 +35,7 @@ START = EngineRates(1e-3, 1.5, 3.0, 1.5, 0.08, 3.0, 0.01, 1.5, 2.0, 2.0)
 AT_MOST_PEAK = "dense", "experts", "fp4"  # the multiples of an engine's time at the peak
 ROUNDS, WIDEST, LEAST = 40, 0.7, 2e-3  # of the search for rates: its rounds, and its steps in log(rate)
 MANY, FAR = 10, 0.6  # groups of as many rows, and the error beyond which they are counted
-LEFT_OUT = "deployment", "model", "chip", "dtype", "engine"  # what is left out of a fit, and then forecast
+LEFT_OUT = "deployment", "model", "chip", "dtype", "engine"  # the parts that a fit leaves out, and then forecasts
 TENTHS = 10  # the parts into which deployments (model, chip, count and dtype) are divided
 
 

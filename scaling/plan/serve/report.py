@@ -143,7 +143,7 @@ def recommended(found: Sequence[ServingPlan], batch: int | None) -> ServingPlan:
 
 
 def others_than(best: ServingPlan, found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
-    """Return the best plans of each other slice and form than those of `best`."""
+    """Return the best plans of each slice and form, other than `best`'s own."""
     kept = {(best.shape, best.form): best}
     for one in found:
         kept.setdefault((one.shape, one.form), one)
