@@ -71,8 +71,8 @@ def attend_latents(W: dict, values: Values, at: Context) -> Values:
     def heads(Q: Tensor, KV: Tensor, K_R: Tensor) -> Tensor:
         return attended(Q, KV, K_R, at.attend, at.rope, at.config)
 
-    O, pull = at.vjp(heads, values["Q"], values["KV"], K_R)  # each head alone: nothing is sent
-    return values | {"O": O, "pull": pull}
+    O, attend_vjp = at.vjp(heads, values["Q"], values["KV"], K_R)  # each head alone: nothing is sent
+    return values | {"O": O, "attend_vjp": attend_vjp}
 
 
 def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, config: Config) -> Tensor:
@@ -122,7 +122,7 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     s = attend_latents(W, s, at)
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
-    dQ, dKV, dK_R = s["pull"](dO)  # dK_R[B_PXE, T_C, rope] {U_Y}: of this rank's heads
+    dQ, dKV, dK_R = s["attend_vjp"](dO)  # dK_R[B_PXE, T_C, rope] {U_Y}: of this rank's heads
     dC_Q = at.einsum("dQ[B_PXE, T_C, N_Y, A] * W_UQ[R, N_Y, A] -> dC_Q[B_PXE, T_C, R] {U_Y}", dQ, W["W_UQ"])
     dC_Q = reduce_scatter("dC_Q[B_PXE, T_C, R] {U_Y} -> dC_Q[B_PXE, T_CY, R]", dC_Q, mesh, async_op=True)
     dC_KV = at.einsum("dKV[B_PXE, T_C, N_Y, W] * W_UKV[C, N_Y, W] -> dC_KV[B_PXE, T_C, C] {U_Y}", dKV, W["W_UKV"])

@@ -219,8 +219,8 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
         return O * opened[0].sigmoid() if opened else O
 
     leaves = {name: W[name] for name in HEAD_LEAVES if name in W}
-    O, pull = at.vjp(attend, leaves, *heads)  # each head alone: only C communicates
-    return values | {"O": O, "pull": pull}
+    O, attend_vjp = at.vjp(attend, leaves, *heads)  # each head alone: only C communicates
+    return values | {"O": O, "attend_vjp": attend_vjp}
 
 
 def activate_features(W: dict, values: Values, at: Context) -> Values:

@@ -284,9 +284,9 @@ def types_of(config: Config, type_of: Callable[[str, Leaf], Any]) -> dict:
 
 
 @lru_cache(maxsize=4096)
-def without(text: str, gone: tuple[str, ...]) -> str:
+def without(text: str, dropped: tuple[str, ...]) -> str:
     """Return the type without these axes in any of its dims."""
     spec = parse(text)
     for dim, axes in spec.dims:
-        spec = spec.with_axes(dim, [axis for axis in axes if axis not in gone])
+        spec = spec.with_axes(dim, [axis for axis in axes if axis not in dropped])
     return str(spec)

@@ -56,7 +56,7 @@ def attend_linear(W: dict, values: Values, at: Context) -> Values:
         values = values | {"tail": tail_before(QKV[:, 1 - linear.width :], linear.width, at.mesh)}
     convolved, mixed = torch.cat([values["tail"], QKV], 1), partial(mix, config=at.config, places=at.places)
     given = (values["BA"], *(W[name] for name in ("conv_Q", "conv_K", "conv_V", "A_log", "dt")))
-    (Q, K, V, g, beta), pull_mix = at.vjp(mixed, convolved, *given)
+    (Q, K, V, g, beta), mix_vjp = at.vjp(mixed, convolved, *given)
     if "real" in values:  # padding neither decays the state nor writes to it
         g, beta = g * values["real"], beta * values["real"]
     rule = Q, K, V, g, beta
@@ -65,8 +65,8 @@ def attend_linear(W: dict, values: Values, at: Context) -> Values:
     if "S" not in values:
         values = values | state_before(rule, starts, at.mesh)
     Heads, S, kept = delta_rule(Q, K, V, g, beta, values["S"], starts)
-    O, pull_norm = at.vjp(partial(gate, eps=at.config.eps), Heads.to(Z.dtype), Z, W["gain"])
-    return values | {"O": O, "S_out": S, "rule": rule, "kept": kept, "pull_mix": pull_mix, "pull_norm": pull_norm}
+    O, norm_vjp = at.vjp(partial(gate, eps=at.config.eps), Heads.to(Z.dtype), Z, W["gain"])
+    return values | {"O": O, "S_out": S, "rule": rule, "kept": kept, "mix_vjp": mix_vjp, "norm_vjp": norm_vjp}
 
 
 def split_gate(QKVZ: Tensor, config: Config) -> tuple[Tensor, Tensor]:
@@ -155,13 +155,13 @@ def linear_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     starts = None if at.places is None else at.places == 0
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[n_Y, v, D] -> dO[B_PXE, T_C, n_Y, v]", dAttn, W["W_O"])
-    dHeads, dZ, dgain = s["pull_norm"](dO)  # dgain[v] {U_PXECY}
+    dHeads, dZ, dgain = s["norm_vjp"](dO)  # dgain[v] {U_PXECY}
     dHeads = dHeads.to(s["S"].dtype)
     own_tokens(dHeads, starts)
     dS = state_cotangent(dHeads, s, starts, mesh)
     *drule, _ = delta_rule_backward(dHeads, dS, s["kept"], *s["rule"], starts=starts)
     own_tokens(*drule)
-    dQKV, dBA, *dmix = s["pull_mix"](tuple(drule))  # {U_PXEC}
+    dQKV, dBA, *dmix = s["mix_vjp"](tuple(drule))  # {U_PXEC}
     dQKVZ = torch.cat([tail_added(dQKV, at), dZ.unflatten(2, (dQKV.shape[2], -1)).flatten(3)], -1)
     dy = at.einsum("dQKVZ[B_PXE, T_C, k_Y, m] * W_QKVZ[D, k_Y, m] -> dy[B_PXE, T_C, D] {U_Y}", dQKVZ, W["W_QKVZ"])
     line = "dBA[B_PXE, T_C, k_Y, u] * W_BA[D, k_Y, u] -> dy[B_PXE, T_C, D] {U_Y}"

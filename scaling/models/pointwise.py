@@ -102,8 +102,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple:
         x, gain, r = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again
-            _, pull, *_ = torch.func.vjp(lambda x, gain: rms_norm(x, gain=gain, eps=ctx.eps), x, gain)
-            return *pull(dy), None
+            _, vjp_fn, *_ = torch.func.vjp(lambda x, gain: rms_norm(x, gain=gain, eps=ctx.eps), x, gain)
+            return *vjp_fn(dy), None
         return *gained_norm_vjp(x, gain, r, dy), None
 
 
@@ -144,7 +144,7 @@ def rms_norm_vjp(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
-    """Return (f(*primals), pull) over trees of tensors: pull(cotangents) -> a cotangent of each primal.
+    """Return (f(*primals), vjp_fn) over trees of tensors: vjp_fn(cotangents) -> a cotangent of each primal.
 
     This equals torch.func.vjp, which costs more per collective and whose first call imports the compiler, so that every
     rank that torchrun starts would wait for it. A tensor that the result does not depend on, or that holds whole
@@ -153,7 +153,7 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
     if torch.compiler.is_compiling():
         return torch.func.vjp(f, *primals)  # pyright: ignore[reportReturnType]
     inputs, structure = optree.tree_flatten(cast(Any, primals))
-    kinds, entering, edges = [], {}, []  # `pull` keeps no input that the tape does not keep
+    kinds, entering, edges = [], {}, []  # `vjp_fn` keeps no input that the tape does not keep
     for i, x in enumerate(inputs):
         kinds.append((x.shape, x.dtype, x.device))
         if x.is_floating_point():
@@ -166,7 +166,7 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
         out = f(*cast(tuple, structure.unflatten(inputs)))
     results = tree.leaves(out)
 
-    def pull(cotangents) -> tuple:
+    def vjp_fn(cotangents) -> tuple:
         found = tape_gradients(results, edges, tree.leaves(cotangents))
         known, grads = dict(zip(floats, found, strict=True)), []
         for i, (shape, dtype, device) in enumerate(kinds):
@@ -174,7 +174,7 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
             grads.append(torch.zeros(shape, dtype=dtype, device=device) if d is None else d)
         return cast(tuple, structure.unflatten(grads))
 
-    return tree.map(Tensor.detach, out), pull
+    return tree.map(Tensor.detach, out), vjp_fn
 
 
 class _Enter(torch.autograd.Function):

@@ -1,9 +1,16 @@
 """The engine: L layers of any listing, run with as few waits as possible (Part 5).
 
-Each layer's weights are gathered while the layer before computes, and dropped after use, in both passes. Gradients are
-summed over microbatches, and reduced in buckets of layers while the layers below run; or those of each microbatch are
-reduced, and the results summed. The computation of a layer is a function that the engine is given: the book's
-strategies and the Transformer both go through here.
+Each layer's weights are gathered while the layer before computes, and dropped after use, in both passes. The
+computation of a layer is a function that the engine is given: the book's strategies and the Transformer both go
+through here.
+
+Each microbatch's backward gives unreduced gradients. `reduce_when` says what becomes of them, one of four:
+
+    last     They are summed over microbatches. The last microbatch's backward (`reduces=True`) starts to reduce the
+             sums, a bucket of layers at a time, while the layers below run. One bucket is in flight at a time.
+    each     Every microbatch's backward reduces its gradients in the same way, and the reduced ones are summed.
+    end      They are summed. `reduce_all` then starts to reduce the sums of all layers at once.
+    never    They are summed, and the caller takes the unreduced sums by `Gradient.sums`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +29,9 @@ class Gradient:
     """The gradients of one leaf, layer by layer: unreduced sums as they come in, then the stack of reduced ones.
 
     A backward calls `accumulate` for each layer from the last to the first, `take` to hand unreduced gradients to a
-    reduction, `keep_reduced` with the reduction's result, and `reduced_stack` at the end. A stack of L layers is
-    allocated early only where unreduced gradients can be written into it: else it would hold the memory of all layers
-    from the first one on.
+    reduction, `keep_reduced` with the reduction's result, and `reduced_stack` at the end. Unreduced gradients are
+    written into one tensor [L, ...] if they fit into `out`, or if the sums are the result (`never`). Otherwise each
+    layer's gradient is a tensor of its own, which is freed once it has been reduced.
 
     Attributes:
         name: The leaf's name, for errors.
@@ -33,8 +40,9 @@ class Gradient:
         L: The number of layers.
         dtype: The dtype in which gradients are added up; None is their own.
         out: The stack [L, *shape] that receives the reduced gradients; None makes one.
-        summed: Whether the caller wants the unreduced sums, by `sums`.
-        each: Whether the gradients of each microbatch are reduced. The results are summed, in `out` from zeros on.
+        reduce_when: When gradients are reduced, as in the module's table. With `each`, a given `out` begins as zeros.
+        stack: The tensor [L, ...] that unreduced gradients are written into, or None.
+        reduced: The reduced gradients [n, *shape] of n layers, by the first of them, if there is no `out`.
     """
 
     name: str
@@ -43,10 +51,9 @@ class Gradient:
     L: int
     dtype: torch.dtype | None
     out: Tensor | None
-    summed: bool
-    each: bool
-    stack: Tensor | None = None  # [L, ...], in which unreduced gradients are written, if there is one
-    reduced: dict[int, Tensor] = field(default_factory=dict)  # [n, *shape] by first layer, where `out` does not get it
+    reduce_when: str
+    stack: Tensor | None = None
+    reduced: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
         self.compiling = torch.compiler.is_compiling()  # a compiler would copy tensors that are written in place
@@ -62,10 +69,10 @@ class Gradient:
         """Add a microbatch's gradient of layer l, a tensor or a deferred product, to the sum of those before it."""
         sums, deferred = self.unreduced[l], isinstance(g, Deferred) and not self.compiling
         g = g if deferred or isinstance(g, Tensor) else wait(g)
-        if sums is None and l == self.L - 1 and not self.compiling and not self.each:
+        if sums is None and l == self.L - 1 and not self.compiling and self.reduce_when != "each":
             if self.out is not None and g.shape == self.shape:  # reducing changes only the values
                 self.stack = self.out
-            elif self.summed:
+            elif self.reduce_when == "never":
                 self.stack = self.like.new_empty((self.L, *g.shape), dtype=self.dtype)
         if sums is None and self.stack is None:
             g = g.wait() if deferred else g
@@ -80,10 +87,10 @@ class Gradient:
 
     def take(self, first: int, end: int) -> Tensor:
         """Pop the unreduced gradients of layers first..end-1: one layer's alone, several stacked."""
-        some, self.unreduced[first:end] = self.unreduced[first:end], [None] * (end - first)
+        taken, self.unreduced[first:end] = self.unreduced[first:end], [None] * (end - first)
         if end - first == 1:
-            return some[0]
-        return torch.stack(some) if self.stack is None else self.stack[first:end]
+            return taken[0]
+        return torch.stack(taken) if self.stack is None else self.stack[first:end]
 
     def keep_reduced(self, first: int, end: int, x: Tensor) -> None:
         """Keep the reduced gradients of layers first..end-1, one layer's alone or several stacked.
@@ -101,7 +108,7 @@ class Gradient:
         if self.out is None or self.compiling:
             earlier = self.reduced.get(first)
             self.reduced[first] = x if earlier is None else earlier + x if self.compiling else earlier.add_(x)
-        elif self.each:
+        elif self.reduce_when == "each":
             self.out[first:end].add_(x)
         elif x.is_meta or self.out[first:end].data_ptr() != x.data_ptr():
             self.out[first:end].copy_(x)
@@ -126,16 +133,14 @@ class Layers:
     Args:
         layers: The leaves of each layer.
         mesh: The mesh that the functions below are called with.
-        gather: `gather(W, mesh) -> W` starts to gather a layer's weights; they may be pending.
+        gather: `gather(W, mesh) -> W` starts to gather a layer's weights. Its results may be pending.
         reduce: `reduce(dW, mesh) -> dW` starts to reduce the gradients of one layer to their stored types, or of a
-            bucket of several layers on `mesh.stacked("L")`; they may be pending.
-        reduce_slow: It reduces over a slow axis the results of `reduce`, once they have arrived.
-        names: The leaves' names, in their order; none if there is no backward.
+            bucket of several layers on `mesh.stacked("L")`. Its results may be pending.
+        reduce_slow: Takes the results of `reduce`, once they have arrived, and starts to reduce them over a slow axis.
+        names: The names of the leaves that have gradients, in their order; none if there is no backward.
         bucket: The number of layers that are reduced together.
         keep_weights: Whether to gather each layer once and keep its weights.
-        late: Whether to reduce nothing before `reduce_all`.
-        summed: Whether the caller wants the unreduced sums of all layers, which are then not reduced.
-        each: As in `Gradient`.
+        reduce_when: When gradients are reduced: `last`, `each`, `end` or `never`, as in the module's table.
         dtype: The dtype in which gradients are added up; None is their own.
         sums: For each leaf, the stack [L, ...] of earlier microbatches' sums, which are added to.
         out: For each leaf, the stack that receives the result.
@@ -155,9 +160,7 @@ class Layers:
         names: Sequence[str] = (),
         bucket: int = 1,
         keep_weights: bool = False,
-        late: bool = False,
-        summed: bool = False,
-        each: bool = False,
+        reduce_when: str = "last",
         dtype: torch.dtype | None = None,
         sums: Sequence[Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
@@ -165,14 +168,14 @@ class Layers:
         trained: Sequence[int] | None = None,
         gather_back: Callable | None = None,
     ):
-        self.layers, self.mesh, self.gather, self.late, self.each = layers, mesh, gather, late, each
+        self.layers, self.mesh, self.gather, self.reduce_when = layers, mesh, gather, reduce_when
         self.reduce, self.reduce_slow, self.bucket, self.gather_back = reduce, reduce_slow, bucket, gather_back
         self.held: dict[int, Any] | None = {} if keep_weights else None
         self.grads: list[Gradient] = []
         for i, name in enumerate(names):
             W, stack = layers[0][i if trained is None else trained[i]], None if out is None else out[i]
             shape = tuple(W.shape if shapes is None else shapes[i])
-            self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, summed, each))
+            self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, reduce_when))
         for grad, stack in zip(self.grads, sums or (), strict=sums is not None):
             grad.resume(stack)
         self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, the result of `reduce`)
@@ -219,7 +222,7 @@ class Layers:
             kept: The second result of `forward`; with `donate` each layer's part is freed once it has been used.
             layer: One layer's backward; its dx and dW may be pending.
             add: `add(l, dW)` takes a layer's gradients; by default the method `add`.
-            reduces: Whether a layer's gradients are reduced at once: after the last microbatch, or after `each`.
+            reduces: Whether this backward starts to reduce the sums: in the last microbatch, or in each.
             donate: Whether `kept` may be emptied.
         """
         add, coming = add or partial(self.add, reduces=reduces), self.weights(len(self.layers) - 1, back=True)
@@ -233,7 +236,7 @@ class Layers:
             add(l, dW)
             del dW
             dx = wait(dx)
-        if self.each:
+        if self.reduce_when == "each":
             self.settle()  # else whole gradients would be held while the next microbatch runs forward
         return dx
 
@@ -252,18 +255,18 @@ class Layers:
     def start(self, first: int, end: int) -> None:
         """Start to reduce the gradients of layers first..end-1.
 
-        The bucket before is waited for first: more buckets in flight would hold more whole gradients.
+        Wait for the bucket before, unless all are reduced at the end: a bucket in flight holds its whole gradients.
         """
         dW = []
         for grad in self.grads:
             dW.append(grad.take(first, end))
-        if not self.late:
+        if self.reduce_when != "end":
             self.settle()
         mesh = self.mesh if end - first == 1 else self.mesh.stacked("L")
         self.in_flight.append((first, end, mesh, dW if self.reduce is None else self.reduce(dW, mesh)))
 
     def reduce_all(self) -> None:
-        """Start to reduce the sums of all layers, one by one from the last."""
+        """Start to reduce the sums of all layers, one by one from the last; with `end`, none waits for another."""
         for l in reversed(range(len(self.layers))):
             self.start(l, l + 1)
 

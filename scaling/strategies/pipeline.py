@@ -132,8 +132,8 @@ def _by_vjp(loss: Callable) -> Callable:
     """Return a function that returns (terms, gradients of the head, dOut), from a loss that returns only terms."""
 
     def pulled(head, Out, Target):
-        terms, pull = vjp(lambda head, Out: loss(head, Out, Target), head, Out)
-        dhead, dOut = pull(torch.ones_like(terms))
+        terms, loss_vjp = vjp(lambda head, Out: loss(head, Out, Target), head, Out)
+        dhead, dOut = loss_vjp(torch.ones_like(terms))
         return terms, tree.map(torch.clone, dhead), dOut
 
     return pulled

@@ -74,7 +74,8 @@ class Strategy:
         layer_forward(*weights, In, mesh, block) -> (Out, saved)
         layer_backward(*weights, dOut, saved, mesh, block) -> (dIn, *gradients)    dIn and the gradients may be pending
         gather(*weights, mesh) -> weights              done ahead of time; the layer gets its results, pending
-        reduce(*gradients, mesh) -> gradients          done late: from partial sums, stacked over L, to `GRADS`
+        reduce(*gradients, mesh) -> gradients          done while the layers below run: from partial sums to `GRADS`,
+                                                       of one layer, or of a bucket of layers stacked over L
         reduce_slow(*gradients, mesh) -> gradients     reduces over a slow axis what `reduce` returned
 
     `SPECS` has the types of In, of the weights in their order, and of Out. `GRADS` has the types of the gradients, if
@@ -237,9 +238,12 @@ class Strategy:
             return dOut, {name: torch.empty_like(W) for name, W in params.items()}
         sums = None if partial is None else [partial[name] for name in self.weights]
         bucket = min(L, layers_a_bucket(bucket_bytes, params)) if reduce else L
-        own = self.GRADS is None and reduce and partial is None and not torch.compiler.is_compiling()
-        out = [torch.empty_like(params[name]) for name in self.weights] if own else None
-        layers = self.layers(params, mesh, names=self.weights, sums=sums, out=out, bucket=bucket, summed=not reduce)
+        reduce_when = "last" if reduce else "never"
+        in_place = self.GRADS is None and reduce and partial is None and not torch.compiler.is_compiling()
+        out = [torch.empty_like(params[name]) for name in self.weights] if in_place else None
+        layers = self.layers(
+            params, mesh, names=self.weights, sums=sums, out=out, bucket=bucket, reduce_when=reduce_when
+        )
         layer = functools.partial(self.one_backward, mesh, saved.block, saved.residual)
         dIn = layers.backward(dOut, saved.layers, layer, reduces=reduce, donate=donate)
         found = layers.result() if reduce else [grad.sums() for grad in layers.grads]

@@ -52,7 +52,7 @@ def of_strategy(
 
     def prepare(params, mesh, s, out):
         out = [out[name] for name in strategy.weights]
-        given = {"names": strategy.weights, "out": out, "keep_weights": True, "late": True}
+        given = {"names": strategy.weights, "out": out, "keep_weights": True, "reduce_when": "end"}
         return strategy.layers(params, mesh, **given).gathered()
 
     def forward(chunk, In, mesh, m):

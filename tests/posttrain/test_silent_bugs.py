@@ -81,7 +81,7 @@ BUGS = (
         "number_of(settings.seed, step, i)": "number_of(settings.seed, step, i, meshes.serve.rank)"}},
         "elements are held by several devices along Y", "--serve-mesh Y=2"),
     Bug("routing that is replayed without a gradient", "ISEEKYAN/Megatron-LM#79", {EXPERT: {
-        "pull((dweights": "pull((0 * dweights"}},
+        "weigh_vjp((dweights": "weigh_vjp((0 * dweights"}},
         "loss", "--train-mesh E=2", EXPERTS),
 )  # fmt: skip
 

@@ -141,7 +141,7 @@ def backward(
     elif at.tensor:
         dOut = all_reduce(f"dOut[{at.BT}, D]{U} -> dOut[{at.BT}, D]", dOut, mesh)  # 6. critical path
     dTokens = dOut.flatten(0, 1)
-    (weights, aux), pull = vjp(lambda logits: weigh_tokens(logits, routing, config, mesh, at), s["logits"])
+    (weights, aux), weigh_vjp = vjp(lambda logits: weigh_tokens(logits, routing, config, mesh, at), s["logits"])
     dRows = rows.spread(dTokens) if inputs else rows.scaled(rows.spread(dTokens), weights)  # 5.
     line = f"dOut[G{at.X}, E, R, D] -> dOut[G, E{at.X}, R, D]"
     dRows = _exchange(line, dRows, routing, mesh, at)  # 4. critical path
@@ -155,7 +155,7 @@ def backward(
     dy = rows.collect(dRow, weights if inputs else None)  # 1.
     del dRow
     dLoss = {name: aux[name].new_full((), d) for name, d in dLoss.items()}
-    dlogits = pull((dweights.to(weights.dtype), dLoss))[0].flatten(0, 1)
+    dlogits = weigh_vjp((dweights.to(weights.dtype), dLoss))[0].flatten(0, 1)
     dy += (dlogits @ W["router"].to(dlogits.dtype).T).to(dy.dtype)
     dW: dict[str, Any] = {"router": (tokens.to(dlogits.dtype).T @ dlogits).to(W["router"].dtype)}
     if "bias" in W:  # which enters the choice alone

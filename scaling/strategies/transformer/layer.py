@@ -47,9 +47,9 @@ from scaling.trace import open_logs
 Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
-ATTENDED = frozenset({"O", "pull"})  # dot-product attention
+ATTENDED = frozenset({"O", "attend_vjp"})  # dot-product attention
 LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
-RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "pull_mix", "pull_norm"})  # a linear layer's
+RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "mix_vjp", "norm_vjp"})  # a linear layer's
 BETWEEN = ATTENDED | LATENTS | RULE | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
 PRODUCTS = {"Q", "K", "V", "G", "KV", "A_Q", "A_KV", "QKVZ", "BA", "Tmp", "Gate"}  # with weights
 EXPERTS = {"logits", "Row", "Out", "shared"}  # the rows of a layer of experts, before and after them
@@ -63,12 +63,12 @@ REMAT = {  # the values that each policy does not keep for the backward; the fur
 
 def dropped(remat: str) -> frozenset[str]:
     """Return the names of `saved` that this policy does not keep."""
-    on_tape = "pull" not in REMAT[remat]  # which has them as attention's own operands
+    on_tape = "attend_vjp" not in REMAT[remat]  # which has them as attention's own operands
     return REMAT[remat] | ({"Q", "K", "V", "G", "KV"} if on_tape else set())
 
 
-def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
-    """x[B_PXE, T_CY, D] -> (x, the experts' terms Loss[] {U_PXECY} or None, saved without the names in `gone`)."""
+def layer(W: dict, x: Tensor, at: Context, dropped_names: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
+    """x[B_PXE, T_CY, D] -> (x, the experts' terms Loss[] {U_PXECY} or None, saved without `dropped_names`)."""
     Attn, a = attention(W, {"x": x}, at)
     if "norm_attn_out" in W:
         Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
@@ -81,7 +81,7 @@ def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"])
     if "norm_mlp_out" in W:
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
     for values in (a, m, m.get("shared", {})):
-        for name in gone & values.keys():
+        for name in dropped_names & values.keys():
             del values[name]
     return mid + at.drop(Out, "mlp"), extra, (a, m)
 
@@ -172,7 +172,7 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
-    dleaves, dQ, dK, dV, *dG = s["pull"](dO)
+    dleaves, dQ, dK, dV, *dG = s["attend_vjp"](dO)
     for name, d in dleaves.items():
         dW[name] = in_place(d, W[name], at)
     dy = at.einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])

@@ -53,7 +53,10 @@ class LocalBatch(NamedTuple):
 
 
 def start_leaves(collective: Callable, which: str, leaves: Sequence, mesh, lines: Sequence[LeafLines]) -> list:
-    """Start a collective on each leaf that has such a line; return all leaves, pending."""
+    """Start the collective of each leaf whose `LeafLines` has a line in the field `which`; return all leaves.
+
+    A leaf with a line is returned pending. A leaf whose line is "" is returned as it came.
+    """
     found = [*leaves]
     for i, line in enumerate(map(attrgetter(which), lines)):
         if line:
@@ -185,28 +188,28 @@ def _packed_line(line: str) -> str:
     return f"{before} -> {replace(parsed.result, name='dW', dims=(('G', ('X',)), ('S', ())))}"
 
 
-class LayerStack:
-    """A run of a Transformer's layers of one kind, or of those that a stage holds.
+class LayerGroup:
+    """Consecutive layers of one kind that this rank runs, and the group below them, which runs first.
 
     Its engine (`scaling.strategies.layers`) runs each layer with the context of its place in the model.
 
     Args:
         step: The resolved step.
         params: This rank's params.
-        stack: The name of the stack.
-        first: The model's layer that the stack begins with.
-        count: The number of the stack's layers, or None for all.
-        start: The index of the first of them in the stack's params.
-        below: The stack that runs before this one, in a model with layers of several kinds.
+        stack: The name in `params` of the layers' leaves, stacked over L: `layers`, `dense` or `linear`.
+        first: The index in the model of the group's first layer.
+        count: The number of layers in the group, or None for all after `start`.
+        start: The index in the stack of the group's first layer.
+        below: The group that runs before this one, in a model with layers of several kinds.
         out: As in `Layers`.
-        late: As in `Layers`.
+        reduce_when: As in `Layers`, unless the step reduces after each microbatch.
     """
 
     def __init__(
-        self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, late=False, start=0,
-        below: "LayerStack | None" = None,
+        self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, reduce_when="last", start=0,
+        below: "LayerGroup | None" = None,
     ):  # fmt: skip
-        self.step, self.name, lora, self.lines = step, stack, step.options.lora, step.lines[stack]
+        self.step, self.stack, lora, self.lines = step, stack, step.options.lora, step.lines[stack]
         held: Any = params[stack] | {"lora": params["lora"][stack]} if lora else params[stack]
         self.structure: Any
         leaves, self.structure = optree.tree_flatten(held)
@@ -235,8 +238,9 @@ class LayerStack:
         reduce = partial(scatter_packed, dims=dims, lines=self.lines)
         shapes = [shape[1:] for shape in step.grad_shapes(stack)] if options.zero in (1, 2) else None
         self.engine = Layers(
-            layers, step.mesh, gather, reduce, names=names, keep_weights=options.keep_weights, late=late,
-            dtype=step.sums, out=out, shapes=shapes, trained=trained, gather_back=gather_back, each=step.each,
+            layers, step.mesh, gather, reduce, names=names, keep_weights=options.keep_weights,
+            dtype=step.sums, out=out, shapes=shapes, trained=trained, gather_back=gather_back,
+            reduce_when="each" if step.reduce_each else reduce_when,
         )  # fmt: skip
 
     def run_forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
@@ -246,7 +250,7 @@ class LayerStack:
         terms = [extra]
 
         def run_layer(l: int, W: list, x: Tensor):
-            x, term, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.gone)
+            x, term, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.dropped_names)
             terms.append(0.0 if term is None else term)
             return x, saved if self.step.backward else None
 
@@ -263,75 +267,81 @@ class LayerStack:
             kept: The third result of `run_forward`.
             at: The context of the microbatch.
             scale: The cotangent of the extra terms.
-            reduces: Whether a layer's gradients are reduced at once, while the layers below run.
-            rest: A list that receives (layers, l, dW) for each layer in place of the layers' sums. Gradients of
-                weights in it may be products that are still to be computed.
+            reduces: Whether this backward starts to reduce gradients, while the layers below run.
+            rest: A list that receives (engine, l, dW) for each layer, so that dW is not added to the engine's sums.
+                Weight gradients in dW may be deferred products, which the stage's weight half computes.
         """
-        at = at.prepared(attends="O" in self.step.gone)._replace(defers=rest is not None)
+        at = at.prepared(attends="O" in self.step.dropped_names)._replace(defers=rest is not None)
         add = None if rest is None else lambda l, dW: rest.append((self.engine, l, dW))
 
         def run_layer_backward(l: int, W: list, dx: Tensor, saved):
-            own = at.of_layer(self.first + l)
+            context = at.of_layer(self.first + l)
             if (n := self.structure.num_leaves) < len(W):  # the forward's forms of the weights follow the backward's
-                saved = recomputed(self.structure.unflatten(W[n:]), saved, own, whole=True)
-            dx, dW = layer_backward(self.structure.unflatten(W[:n]), dx, saved, own, scale)
+                saved = recomputed(self.structure.unflatten(W[n:]), saved, context, whole=True)
+            dx, dW = layer_backward(self.structure.unflatten(W[:n]), dx, saved, context, scale)
             return dx, self.trained.flatten_up_to(dW)
 
         dx = self.engine.backward(dx, kept, run_layer_backward, add, reduces=reduces)
         return self.below.run_backward(dx, kept, at, scale, reduces, rest) if self.below else dx
 
     def reduce_all(self) -> None:
-        """Start to reduce the gradients of all layers, unless that is done after `each` microbatch."""
-        if self.step.each:
+        """Start to reduce the gradients of all layers, unless those of each microbatch have been reduced."""
+        if self.step.reduce_each:
             return
         self.engine.reduce_all()
         if self.below:
             self.below.reduce_all()
 
     def gradients(self) -> dict[str, Any]:
-        """Return the reduced gradients, a tree for each stack of layers by its name, with the stacks below."""
+        """Return {stack: its tree of reduced gradients, over all its layers} of this group and those below."""
         found: dict[str, Any] = {}
-        stack: LayerStack | None = self
-        while stack is not None:
-            own = total_leaves(stack.engine.result(), stack.step.mesh, stack.lines)
-            found.setdefault(stack.name, []).insert(0, stack.trained.unflatten(own))
-            stack = stack.below
-        for name, runs in found.items():
-            found[name] = runs[0] if len(runs) == 1 else tree.map(lambda *each: torch.cat(each), *runs)
+        group: LayerGroup | None = self
+        while group is not None:
+            dW = total_leaves(group.engine.result(), group.step.mesh, group.lines)
+            found.setdefault(group.stack, []).insert(0, group.trained.unflatten(dW))
+            group = group.below
+        for stack, groups in found.items():
+            found[stack] = groups[0] if len(groups) == 1 else tree.map(lambda *dW: torch.cat(dW), *groups)
         return found
 
 
-def stacks_of_kinds(step: TrainStep, params: Mapping) -> LayerStack:
-    """Return the stack of all layers: each run of one kind is a stack above the run before.
+def group_layers(step: TrainStep, params: Mapping) -> LayerGroup:
+    """Return the last of the groups of all layers: consecutive layers of one kind are a group above the one before.
 
-    The first layer of a run waits for its weights, which no layer before it gathers.
+    The first layer of a group waits for its weights, which no layer before it gathers.
     """
     below, first, kinds = None, 0, step.config.kinds
-    for stack, run in groupby(kinds):
-        given: Any = {"first": first, "count": len([*run]), "start": kinds[:first].count(stack), "below": below}
-        below = LayerStack(step, params, stack, **given)
+    for stack, same in groupby(kinds):
+        given: Any = {"first": first, "count": len([*same]), "start": kinds[:first].count(stack), "below": below}
+        below = LayerGroup(step, params, stack, **given)
         first += given["count"]
-    return cast(LayerStack, below)
+    return cast(LayerGroup, below)
 
 
-def stack_of_stage(step: TrainStep, params: Mapping, layers: range, out=None, late=False) -> LayerStack:
-    """Return a stage's `layers`, counted in their stack; dense layers before those with experts run on the first."""
+def group_stage(step: TrainStep, params: Mapping, layers: range, out=None) -> LayerGroup:
+    """Return the group of a stage's `layers`, indices in the stack "layers" of the model.
+
+    The first stage runs the dense layers before those with experts, as the group below.
+    """
     dense = len(step.config.dense)
-    below = LayerStack(step, params, "dense", late=late) if dense and layers.start == 0 else None
-    return LayerStack(step, params, first=dense + layers.start, count=len(layers), below=below, out=out, late=late)
+    below = LayerGroup(step, params, "dense", reduce_when="end") if dense and layers.start == 0 else None
+    return LayerGroup(
+        step, params, first=dense + layers.start, count=len(layers), below=below, out=out, reduce_when="end"
+    )
 
 
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
     """Return the loss and the gradients where every rank has all layers.
 
-    Gradients are summed over microbatches, then reduced; or reduced after each, and the shards summed. A table of the
+    Gradients are summed over microbatches, and the sums reduced in the last microbatch's backward. ZeRO-1 reduces them
+    after it. If `reduce_each`, each microbatch's gradients are reduced, and the shards summed. A table of the
     vocabulary is freed after its last use.
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
     ends = moved_ends(gather_leaves, params, mesh, step.lines)
-    layers = stacks_of_kinds(step, params)
-    late = step.options.zero == 1 and not step.each
+    layers = group_layers(step, params)
+    after_all = step.options.zero == 1 and not step.reduce_each  # ZeRO-1 reduces after the last backward
     losses, dends, scattered, size = [], {}, {}, len(ends["embed"])
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
     microbatches = zip(batch.contexts, *shares, strict=True)
@@ -348,20 +358,20 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         del x, dW
         if last:
             ends.clear()
-        if reduces := last or step.each:
+        if reduces := last or step.reduce_each:
             first = {}
             for name in ("embed", "positions"):  # the first layer's input adds to these
                 if name in dends:
                     first[name] = dends.pop(name)
             add_by_name(scattered, moved_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
             dends = first  # no name holds the others' whole gradients
-        dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not late)
+        dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not after_all)
         if not lora:
             add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
         if reduces:
             add_by_name(scattered, moved_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
             dends.clear()
-    if late:
+    if after_all:
         layers.reduce_all()
     grads, found = moved_ends(total_leaves, scattered, mesh, step.lines), layers.gradients()
     grads |= {"lora": found} if lora else found

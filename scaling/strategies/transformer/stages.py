@@ -1,6 +1,6 @@
 """A Transformer's layers over pipeline stages (Part 5, Pipelining), under any schedule of `scaling.schedules`.
 
-A stage is a `LayerStack` of the layers that `types.layers_of` gives it. The first stage embeds, and the last has the
+A stage is a `LayerGroup` of the layers that `types.layers_of` gives it. The first stage embeds, and the last has the
 head. The stored vocabulary is split over Z, too. Each of its tables is sent to the stage that uses it, and its gradient
 back:
 
@@ -30,17 +30,17 @@ from scaling.strategies.transformer.layers import (
     LocalBatch,
     add_by_name,
     gather_leaves,
+    group_layers,
+    group_stage,
     moved_ends,
     scatter_leaves,
-    stack_of_stage,
-    stacks_of_kinds,
     total_leaves,
 )
-from scaling.strategies.transformer.step import TrainStep, at_home
+from scaling.strategies.transformer.step import TrainStep, type_on_stage
 from scaling.strategies.transformer.types import layers_of
 
 
-def stage_of(
+def make_stage(
     step: TrainStep, batch: LocalBatch, dense: Any, ends: Mapping[str, Tensor]
 ) -> tuple[Stage, list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Return the stage for `scaling.strategies.pipeline`, and three collections that its run fills.
@@ -59,7 +59,7 @@ def stage_of(
     def prepare(params, mesh, s, out):
         tree.map(Tensor.zero_, out)
         out = [stack[: len(ranges[s])] for stack in tree.leaves(out)]
-        return stack_of_stage(step, {"dense": dense} | params, ranges[s], out=out, late=not step.each)
+        return group_stage(step, {"dense": dense} | params, ranges[s], out=out)
 
     def embeds(chunk) -> bool:
         return chunk.first == len(config.dense)
@@ -73,7 +73,7 @@ def stage_of(
 
     def backward_input(chunk, dOut, saved, mesh):
         (kept, m), rest = saved, ([] if halves else None)
-        dx = chunk.run_backward(dOut, kept, contexts[m], step.options.scale / M, step.each, rest)
+        dx = chunk.run_backward(dOut, kept, contexts[m], step.options.scale / M, step.reduce_each, rest)
         if not embeds(chunk):
             return dx, rest
         if step.options.lora is None:
@@ -84,10 +84,10 @@ def stage_of(
     def backward_weight(chunk, rests, mesh):
         for rest in filter(None, rests):
             while rest:
-                layers, l, dW = rest.pop(0)
-                layers.add(l, [*map(wait, dW)], step.each)
+                engine, l, dW = rest.pop(0)
+                engine.add(l, [*map(wait, dW)], step.reduce_each)
                 if l == 0:
-                    layers.settle()
+                    engine.settle()
 
     def finish(chunk):
         for grad, g in zip(
@@ -108,7 +108,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     trained = "layers" if step.options.lora is None else "lora"
     tokens, targets, weights, _ = batch
     ends = stage_ends(params, step)
-    stage, extras, of_dense, embedding = stage_of(step, batch, params.get("dense"), ends)
+    stage, extras, of_dense, embedding = make_stage(step, batch, params.get("dense"), ends)
     shape = len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D
     x = params["embed"].new_empty(()).expand(shape)  # only its shape is read: it takes no memory
     rows = torch.arange(len(tokens), device=tokens.device)
@@ -120,7 +120,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
         return loss, dW, dx
 
     last = {name: W for name, W in ends.items() if name != "positions" and (name != "embed" or config.tied)}
-    given = stacks_of(params), last, x, rows, mesh, schedule, loss_of, stage
+    given = staged_params(params), last, x, rows, mesh, schedule, loss_of, stage
     out = empty_gradients(step, trained, params[trained])
     loss, grads = pipeline.with_ends(*given, dtype=step.sums, differentiated=True, out=out, ahead=step.limits.ahead)
     extra: Any = 0.0
@@ -140,7 +140,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     return loss, {"layers": grads.params} | done
 
 
-def stacks_of(params: dict) -> dict[str, Any]:
+def staged_params(params: dict) -> dict[str, Any]:
     """Return the params that are split over stages: the layers, and their adapters if they have any."""
     return {name: params[name] for name in ("layers", "lora") if name in params}
 
@@ -153,25 +153,26 @@ def empty_gradients(step: TrainStep, stack: str, params: Any) -> Any:
 
 def stage_ends(params: dict, step: TrainStep) -> dict[str, Tensor]:
     """Gather the params outside the layers that this stage uses."""
-    mesh, homes, coming, z = step.mesh, step.homes, {}, step.mesh.coord.get("Z", 0)
-    for name, home in homes.items():
-        line = f"{step.stored[name]} -> {parse(at_home(step.stored[name])).with_unreduced(['Z'])}"
-        coming[name] = gather(line, params[name], mesh, root=home, async_op=True)
-    here = params | tree.map(wait, coming)
-    return moved_ends(gather_leaves, {name: W for name, W in here.items() if homes.get(name, z) == z}, mesh, step.lines)
+    mesh, vocab_stages, coming, z = step.mesh, step.vocab_stages, {}, step.mesh.coord.get("Z", 0)
+    for name, stage in vocab_stages.items():
+        line = f"{step.stored[name]} -> {parse(type_on_stage(step.stored[name])).with_unreduced(['Z'])}"
+        coming[name] = gather(line, params[name], mesh, root=stage, async_op=True)
+    held = params | tree.map(wait, coming)
+    local = {name: W for name, W in held.items() if vocab_stages.get(name, z) == z}
+    return moved_ends(gather_leaves, local, mesh, step.lines)
 
 
 def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep) -> dict[str, Tensor]:
     """Reduce this stage's gradients of the ends, unreduced over what splits the tokens, and type them as the params."""
     mesh, lines = step.mesh, step.lines
     done = moved_ends(total_leaves, moved_ends(scatter_leaves, dW, mesh, lines), mesh, lines)
-    for name, home in step.homes.items():
-        there = parse(at_home(step.reduced[name]))
+    for name, stage in step.vocab_stages.items():
+        there = parse(type_on_stage(step.reduced[name]))
         if name not in done:
             shape = there.local_shape(step.sizes, mesh)
             done[name] = params[name].new_zeros(shape, dtype=step.sums)
         line = f"{there.with_unreduced(['Z'])} -> {step.reduced[name]}"
-        done[name] = scatter(line, done[name], mesh, root=home, async_op=True)  # pyright: ignore[reportArgumentType]
+        done[name] = scatter(line, done[name], mesh, root=stage, async_op=True)  # pyright: ignore[reportArgumentType]
     return tree.map(wait, done)
 
 
@@ -187,7 +188,7 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     stages = layers_of(config, schedule)
     owners = [0] if schedule is None else [*schedule.placement]
     mine = [s for s, owner in enumerate(owners) if owner == z]
-    held = stacks_of(params)
+    held = staged_params(params)
     own = {s: tree.map(lambda W, c=c: W.unflatten(0, (len(mine), -1))[c], held) for c, s in enumerate(mine)}
     ends = stage_ends(params, step)
     if "embed" in ends:
@@ -197,7 +198,7 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            chunk = stacks_of_kinds(step, params) if schedule is None else stack_of_stage(step, params | own[s], layers)
+            chunk = group_layers(step, params) if schedule is None else group_stage(step, params | own[s], layers)
             x, more, _ = chunk.run_forward(x, at)
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:

@@ -4,9 +4,10 @@ A run repeats one step thousands of times. `resolve` reads its options, the mode
 once per mesh, refuses combinations that do not fit, and returns a `TrainStep`: the types, the lines and the settings
 that the layers, the stages and the ends read. Only the values of a batch are checked each time.
 
-A leaf has a stored type, and a used type, gathered over X (for the ends also over Z). By the law of cotangents its
-gradient is unreduced over every axis that splits the tokens and not the leaf. It is reduced over X inside a pod first,
-then over the other axes.
+The *ends* are the params outside the layers: the embedding, the last norm and the unembedding. A leaf has a stored
+type, and a used type, gathered over X (for the ends also over Z). By the law of cotangents its gradient is unreduced
+over every axis that splits the tokens and not the leaf. It is reduced over X inside a pod first, then over the other
+axes.
 """
 
 from collections.abc import Collection, Sequence
@@ -115,12 +116,13 @@ class TrainStep(NamedTuple):
         reduced: The types of the returned gradients.
         lines: The lines of each leaf, by name for the ends, in their order for a stack of layers.
         schedule: The pipeline's, None without stages.
-        homes: The index along Z of the stage that alone uses a table of the vocabulary, by the table's name.
+        vocab_stages: {table of the vocabulary: the index along Z of the only stage that uses it}; {} if tied, or
+            without stages.
         terms: The parts of a token's loss.
         dtype: The dtype of the params.
         sums: The dtype in which gradients are added up.
-        gone: The names of saved values that `remat` does not keep.
-        each: Whether gradients are reduced after each of several microbatches.
+        dropped_names: The names of saved values that `remat` does not keep.
+        reduce_each: Whether gradients are reduced after each of several microbatches, not once.
         group: The ranks that have to agree on the call; None if nothing is compared.
         call: The text that they have to agree on.
     """
@@ -135,12 +137,12 @@ class TrainStep(NamedTuple):
     reduced: dict
     lines: dict[str, Any]
     schedule: Schedule | None
-    homes: dict[str, int]
+    vocab_stages: dict[str, int]
     terms: Terms
     dtype: torch.dtype
     sums: torch.dtype
-    gone: frozenset[str]
-    each: bool
+    dropped_names: frozenset[str]
+    reduce_each: bool
     group: Group | None
     call: str
 
@@ -201,14 +203,15 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         group, call = mesh.group([*mesh.sizes]), spoken("loss_and_grads" if backward else "loss", said)
     terms = Terms(config.V, options.label_smoothing, options.z_loss, config.logit_cap)
     dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
-    gone, each = dropped(options.remat), options.reduce == "each" and options.microbatches > 1
-    homes = {}
+    reduce_each = options.reduce == "each" and options.microbatches > 1
+    vocab_stages = {}
     if schedule is not None and not config.tied and mesh.sizes["Z"] > 1:
-        homes = {"embed": schedule.placement[0], "unembed": schedule.placement[-1]}
-    lines = lines_of_params(stored, reduced, mesh, homes)
+        vocab_stages = {"embed": schedule.placement[0], "unembed": schedule.placement[-1]}
+    lines = lines_of_params(stored, reduced, mesh, vocab_stages)
     return TrainStep(
         options, options.limits or LIMITS, config, mesh, mesh.without("Z"), backward, stored, reduced, lines, schedule,
-        homes, terms, dtype, sums or dtype, gone, each, group, call,
+        vocab_stages, terms, dtype, sums or dtype, dropped(options.remat), reduce_each, group,
+        call,
     )  # fmt: skip
 
 
@@ -253,16 +256,17 @@ def check_blocks(
             check_block("x[B_PXE, T_C, D] -> x[B_PXE, T_C, D] {Q_B,T}", dims, size, format_of(name))
 
 
-def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str] = ()) -> dict[str, Any]:
+def lines_of_params(stored: dict, reduced: dict, mesh, vocab_stages: Collection[str] = ()) -> dict[str, Any]:
     """Return the lines of each leaf: by name for the ends, a list for each stack of layers.
 
-    Tables that have `homes` are gathered and reduced over X there, in the type `at_home`.
+    A table that one stage alone uses, a key of `vocab_stages`, is gathered and reduced over X on that stage, where it
+    has the type `type_on_stage`.
     """
     ends = [name for name in stored if name not in STACKS]
     both = [stored[name] for name in ends], [reduced[name] for name in ends]
     lines: dict[str, Any] = dict(zip(ends, lines_of(*both, mesh, TOKENS_AND_STAGES), strict=True))
-    for name in homes:
-        (lines[name],) = lines_of([at_home(stored[name])], [at_home(reduced[name])], mesh, TOKENS)
+    for name in vocab_stages:
+        (lines[name],) = lines_of([type_on_stage(stored[name])], [type_on_stage(reduced[name])], mesh, TOKENS)
     for name in ("dense", "linear", "layers"):
         if name in stored:  # the first stage alone runs the dense layers
             both = tree.leaves(types_of_stack(stored, name)), tree.leaves(types_of_stack(reduced, name))
@@ -270,7 +274,7 @@ def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str] = 
     return lines
 
 
-def at_home(stored: str) -> str:
+def type_on_stage(stored: str) -> str:
     """Drop Z from the stored type of a vocabulary table: its type at the stage that uses it, still sharded over X."""
     return without(stored, ("Z",))
 

@@ -64,9 +64,9 @@ def _specs(config: Config, mesh: tuple[tuple[str, int], ...], zero: int) -> dict
     sizes = dict(mesh)
     _check_mesh(config, sizes, zero)
     check_computed(config)
-    gone = tuple(axis for axis in AXES if sizes.get(axis, 1) == 1) + (() if zero == 3 else ("X",))
+    unused = tuple(axis for axis in AXES if sizes.get(axis, 1) == 1) + (() if zero == 3 else ("X",))
     whole_heads = KV_HEADS if config.K % sizes.get("Y", 1) else ()
-    return types_of(config, lambda name, leaf: without(leaf.trained, (*gone, "Y") if name in whole_heads else gone))
+    return types_of(config, lambda name, leaf: without(leaf.trained, (*unused, "Y") if name in whole_heads else unused))
 
 
 def padded_sizes(config: Config, mesh) -> dict[str, int]:
