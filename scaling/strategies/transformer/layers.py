@@ -206,8 +206,8 @@ class LayerGroup:
     """
 
     def __init__(
-        self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, reduce_when="last", start=0,
-        below: "LayerGroup | None" = None,
+        self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, start=0,
+        below: "LayerGroup | None" = None, reduce_when: str = "last",
     ):  # fmt: skip
         self.step, self.stack, lora, self.lines = step, stack, step.options.lora, step.lines[stack]
         held: Any = params[stack] | {"lora": params["lora"][stack]} if lora else params[stack]
