@@ -154,17 +154,17 @@ def learn(mesh) -> list[dict]:
     settings = Settings(TINY, "", tempfile.gettempdir(), batch=4 * GROUP, seq=6, steps=STEPS, lr=0.01, warmup=0,
                         schedule="constant", weight_decay=0.0, dtype="fp64", seed=page.args.seed)  # fmt: skip
     n = mesh.size()
-    asked = loop.Asked({"X": n}, {"Y": n}, group=GROUP, new=NEW)
+    asked = loop.LoopOptions({"X": n}, {"Y": n}, group=GROUP, new=NEW)
     prompts = [Prompt(letter, letter, [i], {}) for i, letter in enumerate("abcd")]
     meshes, optimizer = loop.meshes_of(asked, mesh), optimizer_of(settings)
     params = drawn_params(settings, meshes.train)
     state, seen, fixed = optimizer.init(params), [], (settings, asked, meshes.train, optimizer, {}, None)
     for step in range(1, STEPS + 1):
-        weights = loop.pushed(params, settings, meshes)  # training types -> serving types
+        weights = loop.push_weights(params, settings, meshes)  # training types -> serving types
         made = loop.draw_answers(weights, step, step - 1, settings=settings, asked=asked, prompts=prompts,
                                  score=repeats, by=Letters(), meshes=meshes)  # fmt: skip
         batch = loop.send_rollouts(made, meshes, settings, asked)
-        params, state, record = loop.updated(params, state, batch, step, *fixed)
+        params, state, record = loop.update_policy(params, state, batch, step, *fixed)
         seen.append(record)
     return seen
 
@@ -181,8 +181,8 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `weights = loop.pushed(params, settings, meshes)` by
-#    `weights = weights if step > 1 else loop.pushed(params, settings, meshes)`, so that
+# 1. Edit: replace `weights = loop.push_weights(params, settings, meshes)` by
+#    `weights = weights if step > 1 else loop.push_weights(params, settings, meshes)`, so that
 #    the serving mesh keeps the first weights. Which column shows it?
 #    Answer: The largest gap: it is 3e-15 in the first step and 2 to 3 afterwards, because the answers come from other
 #    weights than the trained ones. With `--small` the reward stays near 0.1; without the edit it rises to 0.90.

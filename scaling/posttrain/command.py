@@ -18,15 +18,15 @@ from scaling.configs.sources import HELP
 from scaling.mesh import AbstractMesh
 from scaling.models.template import NO_END, chosen_end, ends_of
 from scaling.models.text import tokenizer, tokenizer_of
-from scaling.posttrain.loop import Asked, run
+from scaling.posttrain.loop import LoopOptions, run
 from scaling.posttrain.losses import Clip
 from scaling.posttrain.rewards import RewardError, read_prompts, reward_of
 from scaling.serve.types import check_mesh
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import checkpoint
-from scaling.train.folder import begun_already, check_steps_left, keep_options, locked
-from scaling.train.origin import begun_from
+from scaling.train.folder import already_begun_error, check_steps_left, keep_options, locked
+from scaling.train.origin import config_and_weights
 from scaling.train.progress import METRICS, cut_records
 from scaling.train.settings import Settings, add_flags
 from scaling.train.step import options_of_adapters
@@ -80,7 +80,7 @@ def arguments(argv=None) -> argparse.Namespace:
 def main(argv=None) -> int:
     """Run the command; return the exit code."""
     args = arguments(argv)
-    config, weights = begun_from(args.model)
+    config, weights = config_and_weights(args.model)
     folder = weights or args.model
     by = (
         tokenizer(args.tokenizer)
@@ -99,7 +99,7 @@ def main(argv=None) -> int:
     own |= {"batch": args.prompts_per_step * args.group, "weights": weights, "tokenizer": by_name, "eos_id": end}
     settings = Settings(config, str(args.prompts), args.out, **own)
     clip = Clip(args.clip_low, args.clip_high, args.beta)
-    asked = Asked(
+    asked = LoopOptions(
         parse_mesh(args.train_mesh), parse_mesh(args.serve_mesh), args.apart, args.group, args.max_new_tokens, ends,
         clip, args.mean, not args.no_std, args.staleness, args.reward_seconds, args.reward.partition(":")[0],
     )  # fmt: skip
@@ -115,17 +115,17 @@ def main(argv=None) -> int:
     world = {"W": max(train.stop, serve.stop)}
     out = Path(args.out)
     if args.check:
-        return checked(ran(world, args.device, settings, asked, prompts, score, by, None), args.dtype)
+        return report_gap(run_on_ranks(world, args.device, settings, asked, prompts, score, by, None), args.dtype)
     with locked(out):
-        before = startable(out, settings, made_with)
+        before = first_step(out, settings, made_with)
         cut_records(out / METRICS, before)
         keep_options(out, settings, folder, args.train_mesh, 0)
-        record = ran(world, args.device, settings, asked, prompts, score, by, made_with)
+        record = run_on_ranks(world, args.device, settings, asked, prompts, score, by, made_with)
     print(f"done at step {record['step']}: reward {record['reward']:.4g}; saved in {out}")
     return 0
 
 
-def ran(world: dict[str, int], device: str, *args: Any) -> dict:
+def run_on_ranks(world: dict[str, int], device: str, *args: Any) -> dict:
     """Run the loop on the ranks and return the last step's record; a RewardError becomes a ValueError."""
     try:
         return launch.run(run, world, *args, device=device)[0]
@@ -135,7 +135,7 @@ def ran(world: dict[str, int], device: str, *args: Any) -> dict:
         raise
 
 
-def check_meshes(settings: Settings, asked: Asked) -> None:
+def check_meshes(settings: Settings, asked: LoopOptions) -> None:
     """Check that the meshes and sizes fit each other and the model, before ranks are started.
 
     Raises:
@@ -162,15 +162,15 @@ def check_meshes(settings: Settings, asked: Asked) -> None:
         )
 
 
-def startable(out: Path, settings: Settings, made_with: dict) -> int:
+def first_step(out: Path, settings: Settings, made_with: dict) -> int:
     """Return the step from which a run goes on, or 0 for a new run.
 
     Raises:
         ValueError: The folder holds another run's checkpoints, or this run has no steps left.
     """
-    steps = checkpoint.complete(out)
+    steps = checkpoint.complete_steps(out)
     if steps and not settings.resume:
-        raise begun_already(out)
+        raise already_begun_error(out)
     if not steps:
         return 0
     before = checkpoint.index(out, steps[-1]).get("made_with", {}).get("posttrain", {})
@@ -185,7 +185,7 @@ def startable(out: Path, settings: Settings, made_with: dict) -> int:
     return steps[-1]
 
 
-def checked(record: dict, dtype: str) -> int:
+def report_gap(record: dict, dtype: str) -> int:
     """Print how far the two sides differ, and return 1 if they differ by more than rounding."""
     allowed = GAPS.get(dtype, float("inf"))
     wrong = record["gap_max"] > allowed

@@ -37,7 +37,7 @@ from scaling.strategies import transformer
 from scaling.train import checkpoint, guards
 from scaling.train.progress import METRICS
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import local, parted, started, trained_types, with_adapters
+from scaling.train.step import initial_params, local, split_frozen, trained_types, with_adapters
 
 WHOLE = Sampling(temperature=1.0)  # the full distribution, which is also the one that is trained
 TYPES = dict(zip(Rollouts._fields, ("t[R, T]", "t[R, T]", "m[R, T]", "p[R, T]", "r[R]", "v[]"), strict=True))
@@ -46,7 +46,7 @@ ELSEWHERE = Rollouts(*[torch.empty(0)] * len(TYPES))  # replaces the answers on 
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoopOptions:
     """The options of a run that are not settings of its step; the settings' `batch` counts the answers of a step.
 
     Attributes:
@@ -91,7 +91,7 @@ class Meshes(NamedTuple):
     judge: Any
 
 
-def meshes_of(asked: Asked, mesh) -> Meshes:
+def meshes_of(asked: LoopOptions, mesh) -> Meshes:
     """Make the meshes on the ranks of this run."""
     given = mesh.device, mesh.checked, mesh.timeout
     train, serve = asked.ranks()
@@ -100,7 +100,7 @@ def meshes_of(asked: Asked, mesh) -> Meshes:
 
 
 def run(
-    mesh, settings: Settings, asked: Asked, prompts: list[Prompt], score: Callable, by, made_with: dict | None
+    mesh, settings: Settings, asked: LoopOptions, prompts: list[Prompt], score: Callable, by, made_with: dict | None
 ) -> dict:
     """Train on every rank of `mesh`; with `settings.resume`, go on from the newest checkpoint if there is one.
 
@@ -121,13 +121,13 @@ def run(
     params: dict = {}
     state: dict = {}
     frozen: dict = {}
-    if steps := checkpoint.complete(out) if settings.resume else []:
+    if steps := checkpoint.complete_steps(out) if settings.resume else []:
         first = steps[-1]
     queue = [ELSEWHERE] * (asked.staleness if first else 0)
     if trains := meshes.train.member:
         optimizer, types = optimizer_of(settings), trained_types(settings, meshes.train)
-        begun = started(settings, meshes.train)
-        frozen, params = parted(settings, begun)
+        begun = initial_params(settings, meshes.train)
+        frozen, params = split_frozen(settings, begun)
         reference = None
         if asked.clip.beta:
             reference = with_adapters(begun, settings, meshes.train) if frozen else tree.map(torch.clone, begun)
@@ -138,7 +138,7 @@ def run(
             held, _ = checkpoint.load(out, specs, meshes.train, first)
             params, state = held["params"], held["optimizer"]
             queue = [Rollouts(**each) for each in held["queue"]]
-    weights = pushed(frozen | params if trains else None, settings, meshes)
+    weights = push_weights(frozen | params if trains else None, settings, meshes)
     record: dict[str, Any] = {"step": first}
     drawing = partial(draw_answers, settings=settings, asked=asked, prompts=prompts, score=score, by=by, meshes=meshes)
     for n in range(first + 1, settings.steps + 1):
@@ -151,10 +151,10 @@ def run(
         batch = queue.pop(0)
         if trains:
             update = (settings, asked, meshes.train, optimizer, frozen, reference)
-            params, state, record = updated(params, state, batch, n, *update)
+            params, state, record = update_policy(params, state, batch, n, *update)
         trained = time.perf_counter()
         queue += [send_rollouts(each, meshes, settings, asked) for each in made]
-        weights = pushed(frozen | params if trains else None, settings, meshes)
+        weights = push_weights(frozen | params if trains else None, settings, meshes)
         ends = time.perf_counter()
         record |= {"seconds_rollout": rolled - began, "seconds_train": trained - rolled, "seconds_push": ends - trained}
         if made_with and trains and (n == settings.steps or (settings.save_every and n % settings.save_every == 0)):
@@ -167,7 +167,7 @@ def run(
 
 
 def draw_answers(
-    weights: dict | None, step: int, version: int, *, settings, asked: Asked, prompts, score, by, meshes: Meshes
+    weights: dict | None, step: int, version: int, *, settings, asked: LoopOptions, prompts, score, by, meshes: Meshes
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Draw and score the answers of a step on the serving mesh; return None on ranks outside it.
 
@@ -199,7 +199,7 @@ def draw_answers(
     return torch.tensor(whole, device=device), logprobs, rewards
 
 
-def send_rollouts(made: tuple | None, meshes: Meshes, settings: Settings, asked: Asked) -> Rollouts:
+def send_rollouts(made: tuple | None, meshes: Meshes, settings: Settings, asked: LoopOptions) -> Rollouts:
     """Send the answers of `draw_answers` to the training mesh; return them there, and ELSEWHERE on other ranks."""
     whole, old, rewards = made or (None, None, None)
     whole = transfer("t[R, S] -> t[R, S]", whole, meshes.serve, meshes.train)
@@ -216,9 +216,9 @@ def send_rollouts(made: tuple | None, meshes: Meshes, settings: Settings, asked:
     return Rollouts(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mask, old[:, 1:].contiguous(), rewards, version)
 
 
-def updated(
-    params: dict, state: dict, batch: Rollouts, n: int, settings: Settings, asked: Asked, mesh, optimizer, frozen: dict,
-    reference: dict | None,
+def update_policy(
+    params: dict, state: dict, batch: Rollouts, n: int, settings: Settings, asked: LoopOptions, mesh, optimizer,
+    frozen: dict, reference: dict | None,
 ) -> tuple[dict, dict, dict[str, Any]]:  # fmt: skip
     """Make one update on the training mesh; return (params, state, the record of step n).
 
@@ -261,7 +261,7 @@ def updated(
     return params, state, record | losses.gap(whole, batch.old, A, batch.mask, asked.clip)
 
 
-def pushed(params: dict | None, settings: Settings, meshes: Meshes) -> dict | None:
+def push_weights(params: dict | None, settings: Settings, meshes: Meshes) -> dict | None:
     """Send every leaf, with adapters merged, to the serving mesh; return the params there, and None on other ranks."""
     config, found = settings.model, {}
     types = transformer.specs(config, meshes.train)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from scaling.models.text import Tokenizer
 from scaling.train.batches import epoch_order
-from scaling.train.documents import ASSISTANT, Reader, parsed, template_variables
+from scaling.train.documents import ASSISTANT, Reader, parse_json_line, template_variables
 
 
-class Late(Exception):
+class RewardTimeout(Exception):
     """Raised if a function does not return in time."""
 
 
@@ -56,8 +56,8 @@ def read_prompts(path: Path, by: Tokenizer, longest: int) -> list[Prompt]:
             continue
         where, row = f"{path}:{number}", {"prompt": line}
         try:
-            row = parsed(line) if path.suffix == ".jsonl" else row
-            text, ids = encoded(row, reader)
+            row = parse_json_line(line) if path.suffix == ".jsonl" else row
+            text, ids = encode_prompt(row, reader)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         if not 0 < len(ids) <= longest:
@@ -71,7 +71,7 @@ def read_prompts(path: Path, by: Tokenizer, longest: int) -> list[Prompt]:
     return found
 
 
-def encoded(row: Any, reader: Reader) -> tuple[str, list[int]]:
+def encode_prompt(row: Any, reader: Reader) -> tuple[str, list[int]]:
     """Return the text of a row's prompt and its ids, up to where the answer begins.
 
     A text gets the tokens that the tokenizer puts around a text. The chat template writes them around messages.
@@ -150,10 +150,10 @@ def score_answers(
     for prompt, answer in zip(prompts, answers, strict=True):
         value, what = math.nan, ""
         try:
-            given = in_time(seconds, score, prompt.text, answer, prompt.row)
+            given = call_with_timeout(seconds, score, prompt.text, answer, prompt.row)
             value = float(given) if hasattr(given, "__float__") else math.nan
             what = "" if math.isfinite(value) else f"returned {given!r:.60}"
-        except Late:
+        except RewardTimeout:
             what = f"took longer than {seconds:g} seconds"
         except (Exception, SystemExit) as error:
             what = f"raised {type(error).__name__} at {line_of(error, path)}: {error}"
@@ -166,7 +166,7 @@ def score_answers(
     return found
 
 
-def in_time(seconds: float, fn: Callable, *args: Any) -> Any:
+def call_with_timeout(seconds: float, fn: Callable, *args: Any) -> Any:
     """Return fn(*args), called in a thread that the program's end does not wait for.
 
     Raises:
@@ -186,4 +186,4 @@ def in_time(seconds: float, fn: Callable, *args: Any) -> Any:
     except TimeoutError:
         if result.done():  # the function itself raised it
             raise
-        raise Late from None
+        raise RewardTimeout from None

@@ -152,7 +152,7 @@ def with_scale(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rounded(x.to(torch.float32) * inverse[..., None], SCALED[dtype]), scale
 
 
-def untouched(cache: dict) -> bool:
+def is_empty(cache: dict) -> bool:
     """Return whether nothing has been written to the cache yet.
 
     The zeros of an untouched cache take no memory, and their dtype is not fixed.
@@ -171,7 +171,7 @@ def writable(cache: dict, like: Tensor, donate: bool) -> dict:
     if "S" in cache:
         S, tail = (cache[name].to(like.device, copy=not donate) for name in ("S", "tail"))
         cache = cache | {"S": S.to(torch.promote_types(like.dtype, torch.float32)), "tail": tail.to(like.dtype)}
-    if untouched(cache):
+    if is_empty(cache):
         return cache | {"KV": torch.zeros(cache["KV"].shape, dtype=like.dtype, device=like.device)}
     held = {name: x for name, x in cache.items() if name in ("KV", "scale")}
     return cache | {name: x.to(like.device, copy=not donate) for name, x in held.items()}
@@ -199,7 +199,7 @@ def check_cache(cache: Any, config: Config, mesh, form: str, batch: int) -> None
     share, (rows, times) = share_of(mesh, form), KV.shape[2:4] if KV.dim() == 6 else (1, 1)
     sizes = {"B": batch, "S": times * share.shards, "P": rows * share.groups, "page": times}
     tree.check({name: cache[name] for name in types}, types, held_sizes(config, mesh) | sizes, mesh, None, "cache", fix)
-    if not untouched(cache) and not KV.is_contiguous() and overlaps_itself(KV):
+    if not is_empty(cache) and not KV.is_contiguous() and overlaps_itself(KV):
         raise ValueError("KV has elements that share their memory\n  fix: give it as .contiguous()")
 
 
@@ -258,7 +258,7 @@ def move(
     S = S if page is None else -(-S // page) * page
     if used > S:
         raise ValueError(f"length={S} has no room for the longest row, of {used} tokens\n  fix: give a greater length")
-    views, new = (refined(source_mesh, config), refined(target_mesh, config)), {}
+    views, new = (split_kv_heads(source_mesh, config), split_kv_heads(target_mesh, config)), {}
     for name in ("KV", "scale")[: 1 + quantized]:
         ends = [
             present(cache_type(config, name, ROWS[f], "S_Z" if f == "sequence" else "S"), view)
@@ -287,7 +287,7 @@ def contiguous(cache: dict, name: str, mesh, form: str) -> Tensor:
     return cache[name][:, :, cache["pages"][table]].flatten(3, 4)
 
 
-def refined(mesh, config: Config) -> AbstractMesh:
+def split_kv_heads(mesh, config: Config) -> AbstractMesh:
     """Return a view of the same ranks, with Y as the KV heads that it has, and R as their copies."""
     sizes: dict[str, int] = {}
     for axis, size in mesh.sizes.items():

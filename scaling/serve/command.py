@@ -23,7 +23,7 @@ from scaling.configs.sources import Source
 from scaling.models.template import chat_template
 from scaling.serve.cache import share_of
 from scaling.serve.engine import serve
-from scaling.serve.loading import Served, add_model, served_by
+from scaling.serve.loading import Served, add_model, read_served
 from scaling.serve.requests import RequestLine, Sampling, longest_text, read_requests, served_text
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
@@ -122,7 +122,7 @@ def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     """Serve over HTTP, or serve a file of requests; return the exit status."""
-    what = served_by(args := arguments(argv))
+    what = read_served(args := arguments(argv))
     cache_specs(what.config, what.mesh, form=what.form, page=args.page)
     groups = share_of(what.mesh, what.form).groups
     most = _most_pages(args, what, groups)

@@ -23,7 +23,7 @@ from torch import Tensor
 from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve.cache import share_of
-from scaling.serve.fixed import PagedModel, uploaded
+from scaling.serve.fixed import PagedModel, copy_to_device
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
@@ -150,13 +150,13 @@ def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor
     places = [w.start + len(w.tokens) + n for _, w, n in at]
     drawn, given, first = sample(logits, [w.request.draw for _, w, _ in at], places).read(), {}, 0
     for work in (w for w in works if w.sample):
-        tokens = as_proposed(proposed.get(work.id, ()), drawn[first : first + 1 + work.proposals])
+        tokens = accept_proposals(proposed.get(work.id, ()), drawn[first : first + 1 + work.proposals])
         given[work.id] = Given(tuple(tokens), logits[first : first + len(tokens)])
         first += 1 + work.proposals
     return given
 
 
-def as_proposed(proposed: Sequence[int], drawn: Sequence[int]) -> list[int]:
+def accept_proposals(proposed: Sequence[int], drawn: Sequence[int]) -> list[int]:
     """Return a step's tokens: those drawn, up to and including the first that differs from its proposal.
 
     `drawn` has the tokens of the k proposed places and of the place after them.
@@ -290,7 +290,7 @@ class Engine:
         """
         rows = {(id(w.request), w.start): row for row, w in enumerate(before)}
         found = [rows.get((id(w.request), w.start)) for w in works]
-        logits = self.model.logits(worker, works) if None in found else logits[uploaded(found, self.model.device)]
+        logits = self.model.logits(worker, works) if None in found else logits[copy_to_device(found, self.model.device)]
         drawn = sample(logits, [w.request.draw for w in works], [w.start + 1 for w in works])
         if all(not w.request.stops and w.start + 1 < len(w.pages) * self.model.page for w in works):
             after = [w._replace(start=w.start + 1, tokens=(0,)) for w in works]

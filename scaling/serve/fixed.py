@@ -30,7 +30,7 @@ from scaling.serve.requests import Request, check_served_text
 from scaling.serve.slots import Extent
 from scaling.serve.states import Move, Options, Work
 from scaling.serve.step import check_room, check_served, logits_of, warn_beyond
-from scaling.serve.types import ONE, laid_out_by_output, plain_leaf
+from scaling.serve.types import ONE, lay_out_by_output, plain_leaf
 
 WARM_UPS = 2  # runs before the capture, in which libraries allocate their workspaces
 
@@ -50,7 +50,7 @@ def why_not(config: Config, mesh: Any, device: torch.device) -> str | None:
     return why_eager(config)
 
 
-def captured(step: Callable[[Tensor], Tensor], x: Tensor, pool: Any) -> Callable[[Tensor], Tensor]:
+def capture_graph(step: Callable[[Tensor], Tensor], x: Tensor, pool: Any) -> Callable[[Tensor], Tensor]:
     """Return step(x) -> y, captured as a CUDA graph for inputs of x's shape. Each call returns new memory.
 
     Args:
@@ -127,7 +127,7 @@ class Steps:
         self.compile = None if why_eager(config) else compile
         self.fixed = self.compile is not None or self.why is None
         if self.compile is not None and self.device.type == "cpu":
-            self.params = laid_out_by_output(params, config)  # inductor's loop reads each matrix from start to end
+            self.params = lay_out_by_output(params, config)  # inductor's loop reads each matrix from start to end
         self.pool = None if self.why else torch.cuda.graph_pool_handle()
         self.mesh.without("C")  # this view of the mesh is kept: a compiler could not make it
         self.made: dict[tuple, Callable[[Tensor], Tensor]] = {}
@@ -177,11 +177,11 @@ class Steps:
             [*row, *[0] * (T - len(row)), len(row), starts[b], *(page for table in tables for page in table[b])]
             for b, row in enumerate(rows)
         ]
-        asked, extent = uploaded(asked, self.device), Extent.of(starts, counts, T)
+        asked, extent = copy_to_device(asked, self.device), Extent.of(starts, counts, T)
         if ids is not None:
             asked[:, 0].index_copy_(0, *ids)
         if not fixed:
-            held = self.cache | ({"states": uploaded(states, self.device)} if states else {})
+            held = self.cache | ({"states": copy_to_device(states, self.device)} if states else {})
             return self._compute(self.params, held, asked, T, extent, every)
         most = M * self.page if self.page else min(self.room, max(LEAST, 1 << (longest - 1).bit_length()))
         key = len(rows), T, most, every, extent.full
@@ -217,7 +217,7 @@ class Steps:
         def run(asked: Tensor) -> Tensor:
             return step(self.params, held, asked, places)
 
-        return run if self.why else captured(run, asked, self.pool)
+        return run if self.why else capture_graph(run, asked, self.pool)
 
 
 def by_layer(full: Tensor, windowed: Tensor, config: Config) -> list[list[Tensor]]:
@@ -226,7 +226,7 @@ def by_layer(full: Tensor, windowed: Tensor, config: Config) -> list[list[Tensor
     return [[next(a if window is None else b) for window in config.windows] for a, b in pairs]
 
 
-def uploaded(numbers: Sequence, device: torch.device) -> Tensor:
+def copy_to_device(numbers: Sequence, device: torch.device) -> Tensor:
     """Return whole numbers as a tensor on the device, which the host does not wait for."""
     return torch.tensor(numbers).to(device, non_blocking=True)
 
@@ -305,11 +305,11 @@ class PagedModel:
         if self.paged and len(groups := by_length(lengths, self.again[worker])) > 1:
             T, parts = max(len(work.tokens) for work in works), []
             for group in groups:
-                at = uploaded(group, self.device)
+                at = copy_to_device(group, self.device)
                 part = self.logits(worker, [works[i] for i in group], every, None if ids is None else ids[at])
                 parts.append(F.pad(part, (0, 0, 0, T - part.shape[1])) if every else part)
             order = sorted(range(len(works)), key=[i for group in groups for i in group].__getitem__)
-            return torch.cat(parts)[uploaded(order, self.device)]
+            return torch.cat(parts)[copy_to_device(order, self.device)]
         height = max(sum(work.group == group for work in works) for group in range(self.groups))
         height = pool.rounded(height) if self.paged else len(pool.cache["lengths"]) // self.groups
         rows = [NO_WORK] * (height * self.groups)  # padding gives every group the same number of rows
@@ -320,7 +320,7 @@ class PagedModel:
             free[work.group] += self.paged
         pages = [w.pages for w in rows] if self.paged else ()
         in_order = places == [*range(len(works))]
-        at = None if in_order and ids is None else uploaded(places, self.device)
+        at = None if in_order and ids is None else copy_to_device(places, self.device)
         given = None if ids is None or at is None else (at, ids)
         states = [w.slot for w in rows] if self.states else ()
         window_pages = [[max(0, page) for page in w.window_pages] for w in rows] if self.windowed else ()

@@ -14,7 +14,7 @@ from scaling import launch
 from scaling.common.console import SEEDS, Parser, complaining, integer, number
 from scaling.models.template import chat_template
 from scaling.serve.generation import Token, score, stream
-from scaling.serve.loading import Served, add_model, served_by
+from scaling.serve.loading import Served, add_model, read_served
 from scaling.serve.requests import SAMPLING, Sampling
 from scaling.serve.text import TextStream
 
@@ -127,7 +127,7 @@ def sampling_of(args, what: Served) -> Sampling:
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     """Run the command; return the exit code."""
-    what = served_by(args := arguments(argv))
+    what = read_served(args := arguments(argv))
     how, prompt = sampling_of(args, what), prompt_of(args, what)
     what.check_fits(1, len(prompt) + (0 if args.score else args.max_new_tokens))
     what.on_ranks(run, args, prompt, how)

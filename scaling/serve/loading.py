@@ -224,7 +224,7 @@ class Served:
         return tree.map(lambda store, p: store(p), stored, params) if stored else params
 
 
-def served_by(args: argparse.Namespace) -> Served:
+def read_served(args: argparse.Namespace) -> Served:
     """Return the model that the options name; ValueError and ShardingError if it cannot be served."""
     sizes, model, draft = parse_mesh(args.mesh), with_weights(args.model), args.draft
     mesh = AbstractMesh(sizes)

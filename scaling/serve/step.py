@@ -108,7 +108,7 @@ def extend(
 def _checked(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tuple[Tensor, dict]:
     mesh = ONE if mesh is None else mesh
     check_served(params, config, mesh, form)
-    lengths, extent, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, int(last))
+    lengths, extent, cache = prepare_call(params, tokens, cache, config, mesh, lengths, form, donate, int(last))
     if not tokens.is_meta:
         check_served_text(config, int((cache["lengths"] + lengths).max()))
     logits = logits_of(params, tokens, cache, lengths, extent, config, mesh, form=form, last=last)
@@ -172,7 +172,7 @@ def logits_of(
     stored = isinstance(params["embed"], Scaled)
     ends = {name: floats(params[name], dtype) for name in params if name not in STACKS} if stored else params
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
-    x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
+    x = listing.embed(*look_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
     x = scale_by(x, config.embed_scale)
     if "positions" in ends:
         at_tokens = cache["lengths"][:, None] + torch.arange(tokens.shape[1], device=tokens.device)
@@ -211,7 +211,7 @@ def split_over_C(tokens: Tensor, mesh) -> tuple[Tensor, slice]:
     return tokens, slice(mesh.coord["C"] * each, (mesh.coord["C"] + 1) * each)
 
 
-def looked_up(E: Tensor, tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def look_up(E: Tensor, tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return (x[B, T, D] of tokens[B, T], which of the tokens are in this block of the vocabulary's rows)."""
     local = tokens - block * len(E)
     here = (local >= 0) & (local < len(E))
@@ -223,7 +223,7 @@ def last_of(x: Tensor, lengths: Tensor) -> Tensor:
     return x if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
 
 
-def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, Extent, dict]:
+def prepare_call(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, Extent, dict]:
     """Return the lengths and their extent, and the cache to write to, on the tokens' device.
 
     Raises:

@@ -259,7 +259,7 @@ def plain_leaf(params: dict) -> Tensor:
     return params["norm"] if "norm" in params else params["embed"]
 
 
-def laid_out_by_output(params: dict, config: Config) -> dict:
+def lay_out_by_output(params: dict, config: Config) -> dict:
     """Return a copy of the params in which the elements that one output sums over are adjacent in memory.
 
     Types, shapes and values stay; only strides change. The product of one row then reads a matrix in the order of

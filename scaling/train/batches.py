@@ -121,7 +121,7 @@ class Mixture:
             )
 
     @cached_property
-    def turns(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+    def round_order(self) -> tuple[numpy.ndarray, numpy.ndarray]:
         """The source, and the number of its earlier sequences in the round, at each position of a shuffled round."""
         total = sum(self.weights)
         exact = [ROUND * w / total for w in self.weights]
@@ -135,9 +135,9 @@ class Mixture:
             before[sources == source] = numpy.arange(count)
         return sources, before
 
-    def chosen(self, seen: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    def sequence_numbers(self, seen: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Return the source and the index of each sequence in the batch [B] that follows `seen` sequences."""
-        turns, before = self.turns
+        turns, before = self.round_order
         rounds, at = numpy.divmod(numpy.arange(seen, seen + self.sources[0].batch), ROUND)
         sources = turns[at]
         places = rounds * numpy.bincount(turns)[sources] + before[at]
@@ -146,9 +146,9 @@ class Mixture:
             numbers[sources == source] = self.sources[source].numbers(places[sources == source])
         return sources, numbers
 
-    def at(self, seen: int, rows: slice = slice(None)) -> Batch:
+    def batch_at(self, seen: int, rows: slice = slice(None)) -> Batch:
         """Return these rows of the batch that follows the first `seen` sequences, reading no others."""
-        sources, numbers = (x[rows] for x in self.chosen(seen))
+        sources, numbers = (x[rows] for x in self.sequence_numbers(seen))
         tokens, targets, segments = torch.empty(3, len(numbers), self.sources[0].length, dtype=torch.int64)
         for source in {*sources.tolist()}:
             here = torch.from_numpy(sources == source)
@@ -157,17 +157,17 @@ class Mixture:
 
     def several_documents(self, seen: int) -> bool:
         """Return whether a row of the batch that follows `seen` sequences has tokens of several documents."""
-        sources, numbers = self.chosen(seen)
+        sources, numbers = self.sequence_numbers(seen)
         return any(self.sources[i].several_documents(numbers[sources == i]) for i in {*sources.tolist()})
 
 
-def ahead(source: Mixture, seen: int, batch: int, rows: slice = slice(None)) -> Iterator[Batch]:
+def prefetch(source: Mixture, seen: int, batch: int, rows: slice = slice(None)) -> Iterator[Batch]:
     """Yield these rows of the batches that follow the first `seen` sequences, while a thread prefetches the next."""
     with ThreadPoolExecutor(1, "batches") as reader:
-        coming = reader.submit(source.at, seen, rows)
+        coming = reader.submit(source.batch_at, seen, rows)
         while True:
             here, seen = coming.result(), seen + batch
-            coming = reader.submit(source.at, seen, rows)
+            coming = reader.submit(source.batch_at, seen, rows)
             yield here
 
 
@@ -197,9 +197,9 @@ def leave_out(
         of them] for every held-out range from now on; and the number of earlier ranges that were not found.
     """
     out, there = [], set()
-    held = [_held(ends.corpus, ends.first, ends.last) for ends in valid]
+    held = [_digest_of_range(ends.corpus, ends.first, ends.last) for ends in valid]
     for source in train.sources:
-        still = [each for each in map(list, before) if _held(source.corpus, each[0], each[1]) == each]
+        still = [each for each in map(list, before) if _digest_of_range(source.corpus, each[0], each[1]) == each]
         there |= {tuple(each) for each in still}
         held += [each for each in still if each not in held]
         out.append(replace(source, without=tuple((first, last) for first, last, _ in still if first < source.last)))
@@ -207,13 +207,13 @@ def leave_out(
     return replace(train, sources=tuple(out)), held, gone
 
 
-def _held(corpus: Corpus, first: int, last: int) -> list[Any]:
+def _digest_of_range(corpus: Corpus, first: int, last: int) -> list[Any]:
     """Return [first, last, digest of the first tokens there] for a range of the corpus."""
     ids, _ = corpus.between(first, min(first + HEAD, last)) if last <= len(corpus) else (numpy.empty(0), None)
     return [first, last, hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()]
 
 
-def inputs(settings: Settings) -> tuple[Mixture, tuple[Batches, ...]]:
+def open_batches(settings: Settings) -> tuple[Mixture, tuple[Batches, ...]]:
     """Open a run's data and return (the batches to train on, the held-out end of each corpus).
 
     Raises:

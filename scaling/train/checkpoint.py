@@ -31,7 +31,7 @@ from scaling.models.params import IN_ORDER, Places
 from scaling.spec import Spec, parse
 from scaling.train import dcp
 from scaling.train.blocks import stored
-from scaling.train.durable import INDEX, begin, checksum_of, complete, pointed, step_name, write_step
+from scaling.train.durable import INDEX, begin_step, checksum_of, complete_steps, latest_named, step_name, write_step
 from scaling.train.guards import check_same
 
 THREAD = "checkpoint"  # the name of the threads that write
@@ -72,9 +72,9 @@ def save(
     whole(0, step=step)
     whole(keep=1 if keep is None else keep)
     flag(async_op=async_op)
-    folder, named = Path(folder), typed(state, specs)
+    folder, named = Path(folder), typed_leaves(state, specs)
     values = {where: leaf for where, (leaf, spec) in named.items() if spec is None}
-    check_kept(state, specs, values)
+    check_restorable(state, specs, values)
     own, leaves, types = {}, {}, {}
     for number, (where, (leaf, spec)) in enumerate(named.items()):
         if spec is not None:
@@ -87,17 +87,17 @@ def save(
     if mesh.checked and leaves:  # only one of the replicas is written, so they must be equal
         check_same([(where, leaf, spec) for where, (leaf, spec) in named.items() if spec is not None], mesh, step)
     if mesh.rank == 0:
-        begin(folder, step)
+        begin_step(folder, step)
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:
         with naming(f"checkpoint.save of step {step}", group.pg):
             dist.barrier(group.pg)
     if not async_op:
         write_step(folder, own, leaves, index, mesh.rank, keep)
         return None
-    return in_turn(partial(write_step, folder, own, leaves, index, mesh.rank, keep))
+    return submit(partial(write_step, folder, own, leaves, index, mesh.rank, keep))
 
 
-def check_kept(state, specs, values: Mapping[str, Any]) -> None:
+def check_restorable(state, specs, values: Mapping[str, Any]) -> None:
     """Check that loading would restore every number and string to its key, and find each tensor by its name.
 
     Raises:
@@ -126,7 +126,7 @@ def _on_cpu(block: Tensor, copy: bool) -> Tensor:
     return found if alike and not (copy and found.data_ptr() == block.data_ptr()) else found.clone()
 
 
-def in_turn(work: Callable[[], None]) -> Future:
+def submit(work: Callable[[], None]) -> Future:
     """Run `work` in a thread after all work submitted earlier, so that steps are completed in order."""
     before = [thread for thread in threading.enumerate() if thread.name == THREAD]
     future: Future = Future()
@@ -204,13 +204,13 @@ def latest(folder) -> int:
     Raises:
         FileNotFoundError: The folder holds no complete step.
     """
-    if not (steps := complete(Path(folder))):
+    if not (steps := complete_steps(Path(folder))):
         raise FileNotFoundError(f"{folder}: there is no complete checkpoint here\n  fix: name the folder of a run")
-    named = pointed(Path(folder), steps)
+    named = latest_named(Path(folder), steps)
     return steps[-1] if named is None else named
 
 
-def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
+def typed_leaves(state, specs) -> dict[str, tuple[Any, Spec | None]]:
     """Return {where: (leaf, its type)} of a state; the type is None for a number or a string.
 
     Raises:

@@ -31,7 +31,7 @@ from scaling.train import compare, corpus, dry, evaluate, export, flight
 from scaling.train.documents import add_options, check_options
 from scaling.train.folder import prepared
 from scaling.train.loop import run
-from scaling.train.origin import begun_from, end_for, tokenizer_for, weights_to_begin_with
+from scaling.train.origin import config_and_weights, end_for, tokenizer_for, weights_to_begin_with
 from scaling.train.progress import describe
 from scaling.train.settings import Settings, add_flags
 from scaling.train.step import check_compiled, held_types, options_of_adapters
@@ -113,7 +113,7 @@ def main(argv=None) -> int:
     if given[:1] and given[0] in OTHERS:
         return OTHERS[given[0]](given[1:])
     args = arguments(argv)
-    sizes, (config, weights) = parse_mesh(args.mesh), begun_from(args.model, args.dry_run)
+    sizes, (config, weights) = parse_mesh(args.mesh), config_and_weights(args.model, args.dry_run)
     args.model = weights or args.model  # a model of the hub or of a GGUF file has been written into a folder
     own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
     config = config if args.dropout is None else config.with_(dropout=args.dropout)
@@ -127,13 +127,13 @@ def main(argv=None) -> int:
     if not args.dry_run:
         settings = replace(settings, eos_id=end_for(settings, args))
     if args.plan is not None:
-        sizes, settings = chosen(settings, args.plan or AbstractMesh(sizes).size(), args, given)
+        sizes, settings = plan_mesh(settings, args.plan or AbstractMesh(sizes).size(), args, given)
     declared = sizes
     if args.chip:
         chip(args.chip)
     if (world := world_size()) > 1:
-        sizes = fitted(declared, world)
-    asked, settings = settings, shared(settings, declared, sizes)
+        sizes = shrink_mesh(declared, world)
+    asked, settings = settings, with_more_microbatches(settings, declared, sizes)
     if first_rank() and (note := loss_note(asked, settings)):
         print(f"warning: {note}", file=sys.stderr, flush=True)
     held_types(settings, AbstractMesh(sizes))  # for its refusals
@@ -152,14 +152,14 @@ def main(argv=None) -> int:
         evaluate.check_sample(settings, ranks, counts.params + counts.state, room)
     try:
         with prepared(asked, args.model, args.mesh) as keep:
-            return trained(settings, sizes, args, keep)
+            return launch_training(settings, sizes, args, keep)
     except launch.RankError as error:
-        last = flight.told(args.out)
+        last = flight.last_lines(args.out)
         told = f"\npython -m scaling.train flight {args.out}: each rank's last collectives:\n{last}"
         raise launch.RankError(f"{error}{told if last else ''}") from None
 
 
-def chosen(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict[str, int], Settings]:
+def plan_mesh(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict[str, int], Settings]:
     """Plan the mesh for `ranks` ranks, and ZeRO, remat and microbatches if not given; return it and the settings.
 
     Rank 0 prints the alternatives and the command that runs the plan. ValueError if no mesh suits.
@@ -184,7 +184,7 @@ def chosen(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict
     return found[0].sizes, found[0].settings
 
 
-def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], None]) -> int:
+def launch_training(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], None]) -> int:
     """Train on torchrun's ranks or on ranks started here; rank 0 calls `keep` when the run has been checked."""
     if first_rank():
         print(fold(describe(settings, sizes)), flush=True)
@@ -201,7 +201,7 @@ def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], 
     return 0
 
 
-def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+def shrink_mesh(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     """Shrink a mesh to `world` ranks: halve P until the mesh fits or P is odd, and then X.
 
     Raises:
@@ -229,7 +229,7 @@ def fits_as_before(sizes: Mapping[str, int], on: Mapping[str, int]) -> bool:
     return again and all(on[axis] == size for axis, size in sizes.items() if axis != "P")
 
 
-def shared(settings: Settings, sizes: Mapping[str, int], on: Mapping[str, int]) -> Settings:
+def with_more_microbatches(settings: Settings, sizes: Mapping[str, int], on: Mapping[str, int]) -> Settings:
     """Return the settings with the microbatches multiplied by the factor by which P and X shrank."""
     more = prod(sizes.get(axis, 1) // on.get(axis, 1) for axis in GIVE)
     return replace(settings, microbatches=settings.microbatches * more)

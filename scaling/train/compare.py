@@ -19,7 +19,7 @@ from scaling.common.console import Parser, complaining
 from scaling.configs.sources import MODEL
 from scaling.models.text import NAME
 from scaling.train import checkpoint, dcp
-from scaling.train.durable import named, step_name
+from scaling.train.durable import step_name, step_numbers
 from scaling.train.origin import config_of_run, options_of
 from scaling.train.progress import read_records
 
@@ -28,7 +28,7 @@ BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_ever
 BESIDE += ("compile", "norms", "profile", "sample", "tensorboard", NAME)
 
 
-def _of_same_steps(a: Path, b: Path, name: str) -> Iterator[tuple[dict, dict]]:
+def _common_records(a: Path, b: Path, name: str) -> Iterator[tuple[dict, dict]]:
     """Yield both runs' records of each step that both have in a JSON-lines file; the last record of a step counts."""
     ours, theirs = (
         {record["step"]: record for _, record in (read_records(path) if path.exists() else ()) if record}
@@ -37,12 +37,12 @@ def _of_same_steps(a: Path, b: Path, name: str) -> Iterator[tuple[dict, dict]]:
     yield from ((ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys()))
 
 
-def differ(a: float | None, b: float | None, tolerance: float) -> bool:
+def values_differ(a: float | None, b: float | None, tolerance: float) -> bool:
     """Return whether two values differ by more than the relative tolerance; None is the norm of a skipped step."""
     return a != b and (a is None or b is None or not abs(a - b) <= tolerance * max(abs(a), abs(b)))
 
 
-def _told(run: Path) -> dict:
+def _options_of(run: Path) -> dict:
     """Return a run's options, with the model's sizes in place of its name if the run keeps a copy of the model."""
     options = options_of(run)
     if options.get("model") == MODEL:
@@ -56,26 +56,26 @@ def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     Raises:
         ValueError: A folder is not that of a run.
     """
-    ours, theirs = _told(a), _told(b)
+    ours, theirs = _options_of(a), _options_of(b)
     for name in sorted({*ours} | {*theirs}):
         if name not in BESIDE and ours.get(name) != theirs.get(name):
             yield f"option {name}: {ours.get(name, 'none')} and {theirs.get(name, 'none')}"
-    for one, other in _of_same_steps(a, b, "metrics.jsonl"):
-        if found := [key for key in ("loss", "grad_norm") if differ(one.get(key), other.get(key), tolerance)]:
+    for one, other in _common_records(a, b, "metrics.jsonl"):
+        if found := [key for key in ("loss", "grad_norm") if values_differ(one.get(key), other.get(key), tolerance)]:
             yield f"step {one['step']}: {found[0]} {one.get(found[0])!r} and {other.get(found[0])!r}"
             break
-    for one, other in _of_same_steps(a, b, "norms.jsonl"):
+    for one, other in _common_records(a, b, "norms.jsonl"):
         x, y = one.get("norms", {}), other.get("norms", {})
-        if found := [leaf for leaf in x if leaf in y and differ(x[leaf], y[leaf], tolerance)]:
+        if found := [leaf for leaf in x if leaf in y and values_differ(x[leaf], y[leaf], tolerance)]:
             yield f"step {one['step']}: the gradient of {found[0]}: norms {x[found[0]]!r} and {y[found[0]]!r}"
             break
-    for step in sorted({*checkpoint.complete(a)} & {*checkpoint.complete(b)}):
-        if found := leaf_apart(a, b, step, tolerance):
+    for step in sorted({*checkpoint.complete_steps(a)} & {*checkpoint.complete_steps(b)}):
+        if found := differing_leaf(a, b, step, tolerance):
             yield f"checkpoint of step {step}: {found}"
             break
 
 
-def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
+def differing_leaf(a: Path, b: Path, step: int, tolerance: float) -> str:
     """Return how the first differing leaf of a checkpoint differs, params before moments; "" if none does."""
     paths = [folder / step_name(step) for folder in (a, b)]
     ours, theirs = map(dcp.saved_leaves, paths)
@@ -97,13 +97,13 @@ def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
     return ""
 
 
-def damaged(folder: Path, step: int) -> list[str]:
+def damaged_files(folder: Path, step: int) -> list[str]:
     """Return a line for each damaged file of a step.
 
     Raises:
         FileNotFoundError: There is no such step.
     """
-    if step not in named(folder):
+    if step not in step_numbers(folder):
         raise FileNotFoundError(f"{folder / step_name(step)}: there is no such step\n  fix: name one that is there")
     path = folder / step_name(step)
     try:
@@ -144,9 +144,9 @@ def verify_run(argv=None) -> int:
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--step", type=int, help="this checkpoint alone (default: all)")
     args = parser.parse_args(argv)
-    if not (steps := named(args.run) if args.step is None else [args.step]):
+    if not (steps := step_numbers(args.run) if args.step is None else [args.step]):
         checkpoint.latest(args.run)  # raises
-    found = {step: damaged(args.run, step) for step in steps}
+    found = {step: damaged_files(args.run, step) for step in steps}
     for step, lines in found.items():
         print(f"step {step}: " + ("\n  ".join(["damaged", *lines]) if lines else "whole"))
     return int(any(found.values()))

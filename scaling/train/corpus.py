@@ -23,8 +23,15 @@ import numpy
 from scaling.common.console import Parser, complain, complaining, integer
 from scaling.models.template import NO_END, chosen_end
 from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, copy_companions, tokenizer
-from scaling.train.documents import Reader, add_options, check_options, end_of_documents, nothing_counts, untemplated
-from scaling.train.durable import replaced
+from scaling.train.documents import (
+    Reader,
+    add_options,
+    check_options,
+    end_of_documents,
+    nothing_counts_error,
+    untemplated_warning,
+)
+from scaling.train.durable import write_atomically
 
 TEXT = (".txt", ".md", ".py", ".rst", ".json", ".jsonl", ".csv", "")
 INDEX = "shards.json"  # the index in a folder of token shards
@@ -105,9 +112,9 @@ def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: 
         return _joined([[row, end] if len(end) and row[-1] != eos else [row] for row in rows], path)
     read = [document for p in files for document in Reader(by, eos, templated).documents(p)]
     if read and not any(d.counted.any() for d in read):
-        raise nothing_counts(path)
+        raise nothing_counts_error(path)
     counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
-    notes = (untemplated(path, by),) if any(document.plain for document in read) else ()
+    notes = (untemplated_warning(path, by),) if any(document.plain for document in read) else ()
     return _joined([[d.ids] for d in read], path, counted, notes)
 
 
@@ -294,7 +301,7 @@ def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_t
     if not total:
         raise ValueError(f"{source}: holds no text\n  fix: give a file that holds some")
     if not any_count:
-        raise nothing_counts(source)
+        raise nothing_counts_error(source)
     save("starts.npy", numpy.array(starts, numpy.int64))
     if all_count:
         for name in index["counted"]:
@@ -303,9 +310,9 @@ def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_t
         index["counted"] = []
     if by.identity != "bytes":
         copy_companions(Path(by.name), out)
-    replaced(out / INDEX, json.dumps(index))
+    write_atomically(out / INDEX, json.dumps(index))
     if plain:
-        complain(f"warning: {untemplated(source, by)}")
+        complain(f"warning: {untemplated_warning(source, by)}")
     return index
 
 

@@ -77,7 +77,7 @@ class Reader:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield self.record(parsed(line))
+                    yield self.record(parse_json_line(line))
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from None
 
@@ -123,7 +123,7 @@ class Reader:
         text, spans = self.template.spans(messages, **given)
         spans = kept_spans(messages, learned, spans)
         found, places = self.by.places(text)
-        counted = within(places, spans)
+        counted = tokens_within(places, spans)
         ids = numpy.array(found, numpy.uint32)
         ends = numpy.isin(ids, self.ends)
         counted[1:] |= counted[:-1] & ends[1:]  # a template's span may exclude the token that ends the answer
@@ -219,7 +219,7 @@ def kept_spans(
     return [span for i, span in zip(answers, spans, strict=True) if learned[i]]
 
 
-def parsed(line: str) -> Any:
+def parse_json_line(line: str) -> Any:
     """Return the value of a line of JSON; ValueError if it is not JSON, or holds half of a surrogate pair."""
     try:
         value = json.loads(line)
@@ -230,7 +230,7 @@ def parsed(line: str) -> Any:
         raise ValueError(f"{error}\n  fix: write each line as JSON, in UTF-8 without a byte order mark") from None
 
 
-def within(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> numpy.ndarray:
+def tokens_within(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> numpy.ndarray:
     """Return which tokens have characters within the spans.
 
     Args:
@@ -281,7 +281,7 @@ def end_of_documents(by: Tokenizer, args: argparse.Namespace, text: bool = True)
     return found
 
 
-def nothing_counts(path: Path) -> ValueError:
+def nothing_counts_error(path: Path) -> ValueError:
     """Return the error for text in which no token counts in the loss."""
     return ValueError(
         f"{path}: nothing in it counts in the loss\n  rule: completions and what the assistant says count"
@@ -289,7 +289,7 @@ def nothing_counts(path: Path) -> ValueError:
     )
 
 
-def untemplated(path: Path, by: Tokenizer) -> str:
+def untemplated_warning(path: Path, by: Tokenizer) -> str:
     """Return the warning about messages that no chat template has written."""
     return (
         f'{path}: its messages are written as "role: content": {by.name} has no chat template'

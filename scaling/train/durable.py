@@ -37,29 +37,29 @@ def step_of(name: str) -> int | None:
     return int(number) if number.isascii() and number.isdigit() and step_name(int(number)) == name else None
 
 
-def unfinished(folder: Path, step: int) -> Path:
+def partial_folder(folder: Path, step: int) -> Path:
     """Return the folder in which a step is written before it is complete."""
     return folder / f".{step_name(step)}"
 
 
-def begin(folder: Path, step: int) -> None:
+def begin_step(folder: Path, step: int) -> None:
     """Make the empty folder that all ranks write into, on rank 0, removing the remains of a killed run."""
-    shutil.rmtree(unfinished(folder, step), ignore_errors=True)
-    unfinished(folder, step).mkdir(parents=True)
+    shutil.rmtree(partial_folder(folder, step), ignore_errors=True)
+    partial_folder(folder, step).mkdir(parents=True)
 
 
-def named(folder: Path) -> list[int]:
+def step_numbers(folder: Path) -> list[int]:
     """Return the numbers of the steps that have a folder, complete or not, in ascending order."""
     found = [step_of(path.name) for path in folder.glob("step-*") if path.is_dir()]
     return sorted(step for step in found if step is not None)
 
 
-def complete(folder: Path) -> list[int]:
+def complete_steps(folder: Path) -> list[int]:
     """Return the numbers of the steps whose checkpoints are complete, in ascending order."""
-    return [step for step in named(folder) if (folder / step_name(step) / INDEX).is_file()]
+    return [step for step in step_numbers(folder) if (folder / step_name(step) / INDEX).is_file()]
 
 
-def pointed(folder: Path, steps: Sequence[int]) -> int | None:
+def latest_named(folder: Path, steps: Sequence[int]) -> int | None:
     """Return the one of these steps that the file `latest` names, or None."""
     text = (folder / LATEST).read_bytes() if (folder / LATEST).is_file() else b""
     return next((step for step in steps if str(step).encode() == text.strip()), None)
@@ -71,17 +71,17 @@ def newest_first(folder: Path) -> list[int]:
     Steps after the one that `latest` names are left out, because the run has since gone back to an earlier step. A step
     without an index is damaged, but is included.
     """
-    steps = named(folder)
-    last = pointed(folder, steps)
+    steps = step_numbers(folder)
+    last = latest_named(folder, steps)
     return [step for step in reversed(steps) if last is None or step <= last]
 
 
-def oddities(folder: Path) -> list[str]:
+def stray_files(folder: Path) -> list[str]:
     """Return a warning for each file or folder that looks like a checkpoint's and is not."""
     odd = [
         f"{path}: is no step's name, and is left alone" for path in folder.glob("step-*") if step_of(path.name) is None
     ]
-    if (folder / LATEST).is_file() and (steps := named(folder)) and pointed(folder, steps) is None:
+    if (folder / LATEST).is_file() and (steps := step_numbers(folder)) and latest_named(folder, steps) is None:
         text = (folder / LATEST).read_bytes()[:40].decode(errors="replace")
         odd.append(f"{folder / LATEST}: says {text!r}, which is no step here: the newest is step {steps[-1]}")
     return odd
@@ -89,8 +89,8 @@ def oddities(folder: Path) -> list[str]:
 
 def point_at(folder: Path, step: int) -> None:
     """Make `latest` name an existing step, from which a run goes on, so that later steps are ignored."""
-    if pointed(folder, [step]) is None:
-        replaced(folder / LATEST, str(step))
+    if latest_named(folder, [step]) is None:
+        write_atomically(folder / LATEST, str(step))
 
 
 def write_step(
@@ -115,14 +115,14 @@ def write_step(
         OSError: A file could not be written; the message names the path and the bytes.
         TimeoutError: Another rank's files did not appear in time.
     """
-    draft = unfinished(folder, index["step"])
+    draft = partial_folder(folder, index["step"])
     for file, block in own.items():
-        with whole_file(draft / file, block.nbytes) as out, checksums():
+        with atomic_file(draft / file, block.nbytes) as out, checksums():
             torch.save(block, out)
     if mesh_rank:
-        until(lambda: not draft.exists(), f"{draft}: rank 0 has not completed it")
+        wait_until(lambda: not draft.exists(), f"{draft}: rank 0 has not completed it")
     else:
-        finish(folder, leaves, index, keep)
+        finish_step(folder, leaves, index, keep)
 
 
 @contextmanager
@@ -136,24 +136,24 @@ def checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def finish(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any], keep: int | None) -> None:
+def finish_step(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any], keep: int | None) -> None:
     """Wait for all blocks, then write the index, name the step and remove old steps; rank 0 calls it."""
-    step, draft = index["step"], unfinished(folder, index["step"])
+    step, draft = index["step"], partial_folder(folder, index["step"])
     for file in (draft / block.file for saved in leaves.values() for block in saved.blocks):
-        until(file.is_file, f"{file}: not written")
-    replaced(draft / dcp.METADATA, dcp.pickled(leaves, draft))
+        wait_until(file.is_file, f"{file}: not written")
+    write_atomically(draft / dcp.METADATA, dcp.pickled(leaves, draft))
     written = [dcp.METADATA, *(block.file for saved in leaves.values() for block in saved.blocks)]
     index = index | {"files": {file: dcp.checksum(draft / file) for file in written}}
-    replaced(draft / INDEX, json.dumps(index | {"checksum": checksum_of(index)}))
-    synced(draft)
+    write_atomically(draft / INDEX, json.dumps(index | {"checksum": checksum_of(index)}))
+    sync_folder(draft)
     final = folder / step_name(step)
-    replaced(folder / LATEST, str(step))  # it takes effect once the step has its name
-    synced(folder)
+    write_atomically(folder / LATEST, str(step))  # it takes effect once the step has its name
+    sync_folder(folder)
     if final.exists():  # the step is being saved again
         set_aside(final)
     draft.rename(final)
-    synced(folder)
-    others = sorted((each for each in complete(folder) if each != step), key=lambda each: (each < step, each))
+    sync_folder(folder)
+    others = sorted((each for each in complete_steps(folder) if each != step), key=lambda each: (each < step, each))
     for each in others[: max(0, len(others) - keep + 1)] if keep else ():
         set_aside(folder / step_name(each))
     for left in folder.glob(".step-*"):  # remains of this or killed runs; a later step may be being written now
@@ -176,7 +176,7 @@ def set_aside(path: Path) -> None:
     path.rename(aside)
 
 
-def until(done, complaint: str) -> None:
+def wait_until(done, complaint: str) -> None:
     """Wait until `done()` is true; TimeoutError, beginning with `complaint`, if another rank takes too long."""
     began, wait = monotonic(), WAIT
     while not done():
@@ -188,7 +188,7 @@ def until(done, complaint: str) -> None:
 
 
 @contextmanager
-def whole_file(path: Path, nbytes: int) -> Iterator[Any]:
+def atomic_file(path: Path, nbytes: int) -> Iterator[Any]:
     """Yield a file to write, which appears at `path` only when it is complete and on disk.
 
     Raises:
@@ -208,14 +208,14 @@ def whole_file(path: Path, nbytes: int) -> Iterator[Any]:
         ) from error
 
 
-def replaced(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a small file atomically, replacing the one at `path`."""
     data = content.encode() if isinstance(content, str) else content
-    with whole_file(path, len(data)) as out:
+    with atomic_file(path, len(data)) as out:
         out.write(data)
 
 
-def synced(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Wait until a folder's entries are on disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:

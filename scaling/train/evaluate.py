@@ -13,7 +13,7 @@ from scaling.train import guards
 from scaling.train.batches import IGNORED, Batches
 from scaling.train.origin import tokenizer_in
 from scaling.train.settings import DTYPES, Settings
-from scaling.train.step import batch_slices, placed, with_adapters
+from scaling.train.step import batch_slices, to_mesh, with_adapters
 
 LENGTH, TEMPERATURE = 64, 0.8  # the most tokens that a continuation has, and the temperature at which they are drawn
 
@@ -34,9 +34,9 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
             numbers = [i for i in range(first, first + B)[rows] if i < last]
             tokens, targets, segments = (_filled(x, rows.stop - rows.start) for x in held.rows(numbers))
             targets[len(numbers) :] = IGNORED
-            counts = guards.everyone((targets != IGNORED).sum()[None], mesh)
+            counts = guards.gather_over_ranks((targets != IGNORED).sum()[None], mesh)
             if counted := int(counts.sum()) // replicas:
-                tokens, targets, segments = (placed(x[:, part], mesh) for x in (tokens, targets, segments))
+                tokens, targets, segments = (to_mesh(x[:, part], mesh) for x in (tokens, targets, segments))
                 given = settings.layout(mesh.sizes) | {"segments": segments, "context": settings.context}
                 loss = transformer.loss(params, tokens, targets, config, mesh, **given)
                 total, count = total + loss.item() * counted, count + counted

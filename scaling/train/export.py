@@ -36,7 +36,7 @@ from scaling.strategies import transformer
 from scaling.strategies.transformer.types import stored_places
 from scaling.train import checkpoint
 from scaling.train.origin import config_of_run, options_of, short_name
-from scaling.train.record import recorded, weights_digest
+from scaling.train.record import read_record, weights_digest
 from scaling.train.settings import DTYPES
 
 
@@ -64,7 +64,7 @@ def params_of_run(
     dtype, weights = DTYPES[options["dtype"]], Path(options["weights"])
     if not options["weights"]:
         base = model.init(config, options["seed"], dtype, mesh=mesh, specs=types, places=places)
-    elif weights_digest(weights) != recorded(run, step).get("base model"):
+    elif weights_digest(weights) != read_record(run, step).get("base model"):
         raise ValueError(
             f"{run}: its adapters belong to other weights than those that {weights} holds now\n  fix: put them back"
         )

@@ -42,11 +42,11 @@ class Flight:
     def watch(self, event: Event, moment: str) -> None:
         """Record an event that is reached or ends; messages and some collectives are only reported as they start."""
         if moment == "reached" or (moment == "started" and event.op in LATE and id(event) not in self.open):
-            self.reached(event)
+            self.write_start(event)
         elif moment == "ended" and id(event) in self.open:
-            self.ended(*self.open.pop(id(event)))
+            self.write_end(*self.open.pop(id(event)))
 
-    def reached(self, event: Event) -> None:
+    def write_start(self, event: Event) -> None:
         """Write a line for an event that has begun."""
         self.count += 1
         key = id(event.before), id(event.after), event.op  # types are made once, with the lines of the program
@@ -57,7 +57,7 @@ class Flight:
         self.memory[at : at + WIDTH - 1] = head + self.lines[key][0]
         self.open[id(event)] = self.count, event
 
-    def ended(self, count: int, event: Event) -> None:
+    def write_end(self, count: int, event: Event) -> None:
         """Write the duration into the event's line, unless a later line has replaced it."""
         if self.count - count < LAST:
             at = count % LAST * WIDTH + TOOK
@@ -69,11 +69,11 @@ def records(folder) -> dict[int, list[str]]:
     found = {}
     for path in sorted(Path(folder).glob(ALL)):
         lines = sorted(text for text in path.read_text(errors="replace").splitlines() if text.strip())
-        found[int(path.stem[-4:])] = [shown(text) for text in lines]
+        found[int(path.stem[-4:])] = [format_line(text) for text in lines]
     return found
 
 
-def shown(text: str) -> str:
+def format_line(text: str) -> str:
     """Return a line of a record for printing, with the time of day instead of the time stamp."""
     _, when, step, rest = text.split(None, 3)
     clock = time.strftime("%H:%M:%S", time.localtime(float(when)))
@@ -86,7 +86,7 @@ def keep_earlier(folder) -> None:
         path.replace(path.with_suffix(".before"))
 
 
-def told(folder, last: int = 1) -> str:
+def last_lines(folder, last: int = 1) -> str:
     """Return the last collectives of each rank, as lines of text."""
     return "\n".join(f"rank {rank}: {text}" for rank, lines in records(folder).items() for text in lines[-last:])
 
@@ -99,7 +99,7 @@ def main(argv=None) -> int:
         "--last", type=int, default=8, help=f"collectives shown of each rank (default 8, at most {LAST})"
     )
     args = parser.parse_args(argv)
-    if not os.path.isdir(args.run) or not (text := told(args.run, args.last)):
+    if not os.path.isdir(args.run) or not (text := last_lines(args.run, args.last)):
         why = "its ranks have sent nothing" if os.path.exists(args.run / "run.toml") else "no run is here"
         complain(f"{args.run}: {why}")
         return 1

@@ -14,11 +14,11 @@ from pathlib import Path
 from scaling.common.torchrun import first_rank
 from scaling.configs.sources import RUN
 from scaling.train import flight
-from scaling.train.durable import LATEST, oddities, replaced
+from scaling.train.durable import LATEST, stray_files, write_atomically
 from scaling.train.loop import STOP
 from scaling.train.origin import keep_origin
 from scaling.train.progress import METRICS, NORMS
-from scaling.train.record import check_options_kept, check_unchanged, first_recorded, record_of, resumable
+from scaling.train.record import check_options_kept, check_unchanged, first_readable_record, record_of, resumable_steps
 from scaling.train.settings import Settings
 
 NOT_KEPT = ("model", "weights", "resume", "new_data", "step", "out")  # run.toml has these in another form, or not
@@ -94,12 +94,12 @@ def check_startable(out: Path, settings: Settings) -> None:
             raise ValueError(f"{path}: is a folder, where a run has a file\n  fix: move it away, or give another --out")
     if not settings.resume:
         if any(out.glob("step-*")):
-            raise begun_already(out)
+            raise already_begun_error(out)
         return
-    for odd in oddities(out):
+    for odd in stray_files(out):
         print(f"warning: {odd}", file=sys.stderr, flush=True)
-    steps = resumable(settings)
-    step, before = first_recorded(out, steps)
+    steps = resumable_steps(settings)
+    step, before = first_readable_record(out, steps)
     if steps:
         check_options_kept(out, before)
     check_unchanged(settings, before, record_of(settings))
@@ -109,7 +109,7 @@ def check_startable(out: Path, settings: Settings) -> None:
         check_steps_left(settings, step)
 
 
-def begun_already(out: Path) -> ValueError:
+def already_begun_error(out: Path) -> ValueError:
     """Return the error for a new run in a folder that holds the checkpoints of another."""
     return ValueError(f"{out}: holds checkpoints already\n  fix: give --resume to go on from them, or another --out")
 
@@ -128,7 +128,7 @@ def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int
     kept = {k: v for k, v in asdict(settings).items() if k not in NOT_KEPT and v is not None}  # TOML has no null
     kept |= {"mesh": mesh, "dropout": settings.model.dropout} | keep_origin(out, model, settings)
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(kept.items())]
-    replaced(out / RUN, "".join(lines))  # atomic, because ranks that start later may be reading it
+    write_atomically(out / RUN, "".join(lines))  # atomic, because ranks that start later may be reading it
 
 
 def _touched(path: Path) -> int:

@@ -35,7 +35,7 @@ def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
             axes along which replicas differ.
     """
     typed = tree.paired(state, specs, name)
-    for (where, _, spec), bad in zip(typed, not_finite(typed, mesh), strict=True):
+    for (where, _, spec), bad in zip(typed, ranks_not_finite(typed, mesh), strict=True):
         if bad:
             raise ArithmeticError(f"step {step}: {where}, {spec}, is not finite on ranks {bad}\n  fix: {AGAIN}")
     check_same(typed, mesh, step)
@@ -47,9 +47,9 @@ def check_same(typed: Sequence[tuple[str, Tensor, Spec]], mesh, step: int) -> No
     Raises:
         ArithmeticError: Replicas differ; the message names the leaf, axes and ranks.
     """
-    hashes = everyone(_on(mesh, [digest(leaf) for _, leaf, _ in typed]), mesh)
+    hashes = gather_over_ranks(_on(mesh, [digest(leaf) for _, leaf, _ in typed]), mesh)
     for i, (where, _, spec) in enumerate(typed):
-        if odd := apart(hashes[:, i].tolist(), spec, mesh):
+        if odd := replica_mismatch(hashes[:, i].tolist(), spec, mesh):
             ranks, axes = odd
             who = f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
             raise ArithmeticError(
@@ -68,7 +68,7 @@ def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> N
     if math.isfinite(loss.item()) and math.isfinite(norm.item()):
         return
     typed = tree.paired(grads, specs, "grads")
-    bad = zip(typed, not_finite(typed, mesh), strict=True)
+    bad = zip(typed, ranks_not_finite(typed, mesh), strict=True)
     found = [f"{where} on ranks {ranks}" for (where, *_), ranks in bad if ranks]
     more = f" and {len(found) - 3} more leaves" if len(found) > 3 else ""
     raise ArithmeticError(
@@ -97,7 +97,7 @@ def leaf_norms(grads, specs, mesh) -> Tensor:
         leaf.double().square().sum() * first_replica(spec, mesh.coord, mesh)
         for _, leaf, spec in tree.paired(grads, specs)
     ]
-    return everyone(torch.stack(squares), mesh).sum(0).sqrt()
+    return gather_over_ranks(torch.stack(squares), mesh).sum(0).sqrt()
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Losses:
         return f"step {step}: the loss jumped to {loss:.4f}; the median of the 8 before is {level:.4f}"
 
 
-def everyone(x: Tensor, mesh) -> Tensor:
+def gather_over_ranks(x: Tensor, mesh) -> Tensor:
     """x[N] of each rank -> [world, N] on every rank, on the CPU."""
     axes = [axis for axis, size in mesh.sizes.items() if size > 1]
     if not axes:
@@ -147,27 +147,27 @@ def digest(x: Tensor) -> Tensor:
     flat = x.detach().contiguous().view(-1)
     cut = flat.nbytes // (8 * ROW) * (8 * ROW) // flat.element_size()
     rest = flat[cut:].view(BITS.get(flat.element_size(), torch.int64)).to(torch.int64)
-    total = (rest * odd(len(rest), 2, x.device)).sum()
+    total = (rest * odd_weights(len(rest), 2, x.device)).sum()
     words = (flat if flat.data_ptr() % 8 == 0 else flat.clone())[:cut].view(torch.int64).view(-1, ROW)
-    across, down = odd(ROW, 2, x.device), odd(len(words), 2 * ROW, x.device)
+    across, down = odd_weights(ROW, 2, x.device), odd_weights(len(words), 2 * ROW, x.device)
     for first in range(0, len(words), ROWS):
         sums = (words[first : first + ROWS] * across).sum(1)
         total += (sums * down[first : first + ROWS]).sum()
     return total
 
 
-def odd(n: int, step: int, device) -> Tensor:
+def odd_weights(n: int, step: int, device) -> Tensor:
     """Return int64[n]: 1, 1 + step, 1 + 2 step, ..."""
     return torch.arange(n, device=device) * step + 1
 
 
-def not_finite(typed, mesh) -> list[list[int]]:
+def ranks_not_finite(typed, mesh) -> list[list[int]]:
     """Return the ranks on which an element is not finite, for each leaf of `tree.paired`."""
-    good = everyone(_on(mesh, [finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
+    good = gather_over_ranks(_on(mesh, [all_finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
     return [(leaf == 0).nonzero().flatten().tolist() for leaf in good.unbind(1)]
 
 
-def finite(x: Tensor) -> Tensor:
+def all_finite(x: Tensor) -> Tensor:
     """Return bool[], whether every element is finite.
 
     A finite sum proves it at a tenth of the price. If the sum is not finite, it may have overflowed, and all elements
@@ -178,7 +178,7 @@ def finite(x: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.bool, device=x.device)
 
 
-def apart(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[int], list[str]] | None:
+def replica_mismatch(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[int], list[str]] | None:
     """Return (the ranks that differ from most holders of their block, the axes along which they differ), or None."""
     spec, blocks = parse(spec), {}
     at = [mesh.coord_of(rank) for rank in range(mesh.size())]
@@ -191,18 +191,18 @@ def apart(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[int], list[
         usual = max(said, key=lambda h: (said.count(h), -said.index(h)))
         wrong = [rank for rank in ranks if hashes[rank] != usual]
         for a in wrong:
-            axes |= one_axis([at[b] for b in ranks if hashes[b] == usual], at[a])
+            axes |= differing_axes([at[b] for b in ranks if hashes[b] == usual], at[a])
         odd += wrong
     return (sorted(odd), [axis for axis in mesh.sizes if axis in axes]) if odd else None
 
 
-def one_axis(others: list[Mapping[str, int]], at: Mapping[str, int]) -> set[str]:
+def differing_axes(others: list[Mapping[str, int]], at: Mapping[str, int]) -> set[str]:
     """Return the axes on which `at` differs from that one of `others` from which it differs on the fewest."""
     differing = [{axis for axis in at if other[axis] != at[axis]} for other in others]
     return min(differing, key=len)
 
 
-def still(log: Log) -> float:
+def wait_seconds(log: Log) -> float:
     """Return the seconds that this rank waited in the collectives of a trace, for other ranks and for their data."""
     return sum(e.end - (e.waited if e.async_op else e.called) for e in log.collectives() if e.op != "Send")
 
@@ -216,18 +216,18 @@ class Pace:
 
     steps: deque = field(default_factory=lambda: deque(maxlen=64))
 
-    def add(self, seconds: float, stood: float) -> None:
+    def add(self, seconds: float, waited: float) -> None:
         """Record a step and the seconds of it that this rank waited."""
-        self.steps.append((seconds, min(stood, seconds)))
+        self.steps.append((seconds, min(waited, seconds)))
 
     def slow(self, mesh, step: int) -> str:
         """Return a warning that names the ranks that all others wait for, or ""; then forget the recorded steps.
 
         All ranks call it. Only the quickest step of each rank counts, because other work on the machine only adds time.
         """
-        quickest = [min(seconds - stood for seconds, stood in self.steps), min(seconds for seconds, _ in self.steps)]
+        quickest = [min(seconds - waited for seconds, waited in self.steps), min(seconds for seconds, _ in self.steps)]
         self.steps.clear()
-        pace = everyone(torch.tensor(quickest, dtype=torch.float64), mesh).tolist()
+        pace = gather_over_ranks(torch.tensor(quickest, dtype=torch.float64), mesh).tolist()
         return "; ".join(found) if (found := slow_ranks([work for work, _ in pace], pace[0][1], mesh, step)) else ""
 
 

@@ -20,7 +20,7 @@ from scaling.profile.record import watched
 from scaling.spec import present
 from scaling.trace import Log
 from scaling.train import checkpoint, guards
-from scaling.train.batches import ahead, inputs, leave_out
+from scaling.train.batches import leave_out, open_batches, prefetch
 from scaling.train.durable import point_at, step_name
 from scaling.train.evaluate import continuation, evaluate
 from scaling.train.flight import Flight
@@ -31,20 +31,20 @@ from scaling.train.record import (
     check_unchanged,
     option_changes,
     rate_change,
+    read_record,
     record_of,
-    recorded,
-    resumable,
+    resumable_steps,
 )
 from scaling.train.settings import Settings, optimizer_of, rate
 from scaling.train.step import (
     batch_slices,
     begin_state,
     held_types,
+    initial_params,
     make_step,
-    parted,
-    placed,
-    started,
+    split_frozen,
     stored_layout,
+    to_mesh,
     trained_types,
 )
 
@@ -57,28 +57,28 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     `keep`: rank 0 calls it once every rank has accepted the run. Nothing is written into the run's folder before that.
     """
     out, (_, places) = Path(settings.out), stored_layout(settings, mesh)
-    train, valid = inputs(settings)
+    train, valid = open_batches(settings)
     optimizer, types = optimizer_of(settings), trained_types(settings, mesh)
     specs, made_with = state_specs(settings, mesh, optimizer), record_of(settings)
-    frozen, own = parted(settings, started(settings, mesh)) if settings.adapters else ({}, None)
-    held, start, before = begun(settings, mesh, optimizer, specs, made_with, own)
+    frozen, own = split_frozen(settings, initial_params(settings, mesh)) if settings.adapters else ({}, None)
+    held, start, before = load_or_init(settings, mesh, optimizer, specs, made_with, own)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     first = seen if begins_new_data(settings, before, made_with) else held["data"]["begun"]
     train, made_with["held_out"], gone = leave_out(train, valid, before.get("held_out", []))
     lr_at = rate(settings)
     step, result = make_step(settings, mesh, optimizer, frozen), {"step": start, "sequences": seen}
     rows, tokens = batch_slices(settings.batch, settings.seq, mesh)
-    coming = ahead(train, seen - first, settings.batch, rows)
+    coming = prefetch(train, seen - first, settings.batch, rows)
     agreed = torch.tensor([*blake2b(json.dumps(made_with).encode(), digest_size=16).digest()])
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
-    met(mesh)
+    wait_for_ranks(mesh)
     if mesh.rank == 0:
         if keep is not None:
             keep()
         if start:
             point_at(out, start)
-    progress.cut(start)
-    met(mesh)  # other ranks write into the folder after rank 0
+    progress.drop_after(start)
+    wait_for_ranks(mesh)  # other ranks write into the folder after rank 0
     if gone:
         progress.warn("text that was held out is not where it was: it may be trained on now")
     for note in dict.fromkeys(note for held in valid for note in held.corpus.notes):
@@ -89,29 +89,29 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
         batch, place = next(coming), seen - first
         if settings.guard_every and (number - start - 1) % settings.guard_every == 0:
             held = {"params": params, "optimizer": state, "options and data": agreed, "batch": list(batch)}
-            held |= {"first rows": list(train.at(place, slice(len(batch[0]))))}
-            guards.check_replicas(held, specs | types_read(mesh), mesh, number)
+            held |= {"first rows": list(train.batch_at(place, slice(len(batch[0]))))}
+            guards.check_replicas(held, specs | data_types(mesh), mesh, number)
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
             began = time.perf_counter()
         lr = lr_at(state["step"]).item()
         with flight.step(number) as log:
-            part: list = [placed(x[:, tokens], mesh) for x in batch]
+            part: list = [to_mesh(x[:, tokens], mesh) for x in batch]
             if not train.several_documents(place):  # in the whole batch, so that all ranks decide alike
                 part[2] = None  # because a mask costs T^2
             params, state, metrics = step(params, state, part, donate=True)
             loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
-        seconds, stood = time.perf_counter() - began, guards.still(log) if mesh.device.type == "cpu" else None
-        pace.add(seconds, stood or 0.0)
+        seconds, waited = time.perf_counter() - began, guards.wait_seconds(log) if mesh.device.type == "cpu" else None
+        pace.add(seconds, waited or 0.0)
         seen += settings.batch
         result |= {"step": number, "loss": loss, "sequences": seen}
-        record = progress.record(number, loss, norm, seconds, stood)
+        record = progress.record(number, loss, norm, seconds, waited)
         record |= {"lr": lr} | ({"expert_load": expert_shares(log, mesh)} if log.loads else {})
         record |= {"loss_scale": metrics["scale"]} if "scale" in metrics else {}
-        last, asked = number == settings.steps, stop_asked(out, mesh)
+        last, asked = number == settings.steps, stop_requested(out, mesh)
         if last or asked or (settings.eval_every and number % settings.eval_every == 0):
             result["valid"] = record["valid"] = evaluate(frozen | params, valid, settings, mesh)
             record |= {"sample": continuation(frozen | params, settings, mesh)} if settings.sample else {}
-        progress.say(record)
+        progress.report(record)
         if settings.norms:
             progress.norms(number, tree.named_leaves(types), metrics["norms"].tolist())
         progress.warn(losses.jump(loss, number))
@@ -129,7 +129,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     return result
 
 
-def begun(
+def load_or_init(
     settings: Settings,
     mesh,
     optimizer: optim.Optimizer,
@@ -145,20 +145,20 @@ def begun(
     Raises:
         ValueError: The checkpoint was made with other options, data, model or tokenizer, or no checkpoint is whole.
     """
-    if steps := resumable(settings):
-        state, step, before = first_whole(settings, steps, made_with, specs, mesh)
+    if steps := resumable_steps(settings):
+        state, step, before = load_first_intact(settings, steps, made_with, specs, mesh)
         said = [option_changes(before, made_with), rate_change(settings, before, step)]
         if begins_new_data(settings, before, made_with):
             said.append(f"a new epoch of other data: {changed_data(settings, before, made_with)}")
         if mesh.rank == 0 and any(said):
             print(f"from step {step + 1} on: {'; '.join(filter(None, said))}", flush=True)
         return state, step, before
-    params = started(settings, mesh) if params is None else params
+    params = initial_params(settings, mesh) if params is None else params
     data = {"sequences": 0, "begun": 0, "seed": settings.seed}
     return {"params": params, "optimizer": begin_state(settings, mesh, optimizer, params), "data": data}, 0, {}
 
 
-def first_whole(
+def load_first_intact(
     settings: Settings, steps: Sequence[int], made_with: Mapping[str, Any], specs: dict, mesh
 ) -> tuple[dict, int, dict[str, Any]]:
     """Return (state, step, record) of the first of these steps that every rank can load.
@@ -174,7 +174,7 @@ def first_whole(
     for step in steps:
         before, state, damage = {}, {}, ""
         try:
-            before = recorded(out, step)
+            before = read_record(out, step)
         except (ValueError, OSError) as error:
             damage = str(error)
         if not damage:
@@ -185,7 +185,7 @@ def first_whole(
                 of_type(f"{out / step_name(step)}: the index's place in the data", state["data"]["sequences"], int)
             except (ValueError, OSError) as error:
                 damage = str(error)
-        failed = guards.everyone(torch.tensor([bool(damage)], dtype=torch.int64), mesh).flatten().tolist()
+        failed = guards.gather_over_ranks(torch.tensor([bool(damage)], dtype=torch.int64), mesh).flatten().tolist()
         if not any(failed):
             return state, step, before
         first = first or damage
@@ -204,7 +204,7 @@ def state_specs(settings: Settings, mesh, optimizer: optim.Optimizer) -> dict:
     return {"params": held_types(settings, mesh), "optimizer": updated}
 
 
-def types_read(mesh) -> dict:
+def data_types(mesh) -> dict:
     """Return the types of what the guards compare of a run's data.
 
     Ranks along P, X and E train on different rows. So that they notice when they read different data, all ranks also
@@ -218,16 +218,16 @@ def expert_shares(log: Log, mesh) -> list[float]:
     """Return each expert's share of the tokens routed in a step, over all layers and microbatches."""
     load = torch.stack(log.loads).sum(0)
     if mesh.sizes.get("Z", 1) > 1:  # each stage has seen only its layers, and its ranks have equal counts
-        load = guards.everyone(load, mesh).sum(0)
+        load = guards.gather_over_ranks(load, mesh).sum(0)
     return [round(share, 4) for share in (load / load.sum()).tolist()]
 
 
-def met(mesh) -> None:
+def wait_for_ranks(mesh) -> None:
     """Wait until every rank has called this function, which a rank that has refused the run never does."""
-    guards.everyone(torch.zeros(1, dtype=torch.int64), mesh)
+    guards.gather_over_ranks(torch.zeros(1, dtype=torch.int64), mesh)
 
 
-def stop_asked(out: Path, mesh) -> bool:
+def stop_requested(out: Path, mesh) -> bool:
     """Return whether this run must save and end, which rank 0 reads from the stop file and all ranks agree on."""
     asked = mesh.rank == 0 and (out / STOP).exists()
-    return bool(guards.everyone(torch.tensor([asked], dtype=torch.int64), mesh).any())
+    return bool(guards.gather_over_ranks(torch.tensor([asked], dtype=torch.int64), mesh).any())

@@ -30,7 +30,7 @@ from scaling.models.text import (
 )
 from scaling.train.corpus import INDEX, check_data, kind_and_files, shards_index
 from scaling.train.documents import end_of_documents
-from scaling.train.durable import complete
+from scaling.train.durable import complete_steps
 from scaling.train.settings import Settings
 
 PLACES = ("weights", "lora_from", "profile", "tensorboard")  # paths among the settings
@@ -53,7 +53,7 @@ def options_of(run: Path, **kinds: type) -> dict[str, Any]:
     return options
 
 
-def begun_from(model: str, sizes_only: bool = False) -> tuple[Config, str]:
+def config_and_weights(model: str, sizes_only: bool = False) -> tuple[Config, str]:
     """Return the config of a model, and the folder of the weights to begin with ("" if there are none).
 
     Raises:
@@ -186,7 +186,11 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
     said = {"model": model, "tokenizer": settings.tokenizer, "identity": by.identity}
     before = options_of(out) if (out / RUN).is_file() else {}
     kept = MODEL in (before.get("model"), before.get("tokenizer"))
-    if kept and not complete(out) and home.resolve() not in (path.resolve(), place.resolve(), place.resolve().parent):
+    if (
+        kept
+        and not complete_steps(out)
+        and home.resolve() not in (path.resolve(), place.resolve(), place.resolve().parent)
+    ):
         for name in (*CONFIGS, *COMPANIONS):
             (home / name).unlink(missing_ok=True)
         shutil.rmtree(home / TEMPLATES, ignore_errors=True)

@@ -21,7 +21,7 @@ from scaling.hardware import chip, chips
 from scaling.models.lora import adapter_specs, sizes_of
 from scaling.spec import parse
 from scaling.spec.sizes import format_sizes
-from scaling.train.durable import replaced
+from scaling.train.durable import write_atomically
 from scaling.train.settings import Settings
 
 METRICS, NORMS = "metrics.jsonl", "norms.jsonl"  # files in a run's folder, with a line per step
@@ -59,11 +59,11 @@ class Progress:
     @cached_property
     def peak(self) -> float | None:
         """The peak FLOPs/s of all devices, by `--chip` or the book's table of this GPU; None if neither has a rate."""
-        name = self.settings.chip or known(self.mesh.device)
+        name = self.settings.chip or chip_name(self.mesh.device)
         rate = dict(chip(name).peaks).get(self.settings.dtype) if name else None
         return rate * self.mesh.size() if rate else None
 
-    def cut(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         """Remove the records after `step`, whose steps will run again, from metrics.jsonl and norms.jsonl.
 
         Lines that are not records are removed too, and rank 0 warns of them.
@@ -74,7 +74,7 @@ class Progress:
             if junk := cut_records(path, step):
                 self.warn(f"{path}: {junk} of its lines were no records, and are left out")
 
-    def record(self, step: int, loss: float, norm: float, seconds: float, stood: float | None) -> dict:
+    def record(self, step: int, loss: float, norm: float, seconds: float, waited: float | None) -> dict:
         """Return the metrics of a step.
 
         Args:
@@ -82,7 +82,7 @@ class Progress:
             loss: The loss.
             norm: The norm of the gradients; if it is not finite, the step was skipped, and its metric is None.
             seconds: The duration of the step.
-            stood: The seconds that this rank waited in collectives; None if they were not measured.
+            waited: The seconds that this rank waited in collectives; None if they were not measured.
         """
         found = {"step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None}
         found["seconds"] = round(seconds, 5)
@@ -92,11 +92,11 @@ class Progress:
         if self.peak:
             found["mfu"] = self.flops["params"] / seconds / self.peak
             found["mfu_with_attention"] = self.flops["attention"] / seconds / self.peak
-        if stood is not None:
-            found["exposed"] = round(stood / seconds, 4)
+        if waited is not None:
+            found["exposed"] = round(waited / seconds, 4)
         return found | {"memory": _memory(self.mesh.device)}
 
-    def say(self, record: Mapping) -> None:
+    def report(self, record: Mapping) -> None:
         """Write a step's record to metrics.jsonl, TensorBoard and the output, on rank 0."""
         if self.mesh.rank:
             return
@@ -140,7 +140,7 @@ def cut_records(path: Path, step: int) -> int:
     found = read_records(path)
     kept = b"".join(line for line, record in found if record and record["step"] <= step)
     if kept != path.read_bytes():
-        replaced(path, kept)
+        write_atomically(path, kept)
     return sum(record is None and line.endswith(b"\n") for line, record in found)
 
 
@@ -182,7 +182,7 @@ def _memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def known(device: torch.device) -> str:
+def chip_name(device: torch.device) -> str:
     """Return the book's name of this device's chip, or "" if the book does not have it."""
     name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     return next((each for each in chips() if each in name), "")

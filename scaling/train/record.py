@@ -60,7 +60,7 @@ def weights_digest(folder: Path) -> list[str]:
     return [digest_of(path) for path in sorted(folder.glob("*.safetensors"))]
 
 
-def recorded(out: Path, step: int | None) -> dict[str, Any]:
+def read_record(out: Path, step: int | None) -> dict[str, Any]:
     """Return the record of a step; if `step` is None, that of the model and tokenizer in the run's folder.
 
     Raises:
@@ -77,14 +77,14 @@ def recorded(out: Path, step: int | None) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
-def resumable(settings: Settings) -> list[int]:
+def resumable_steps(settings: Settings) -> list[int]:
     """Return the steps from which a run may go on, in the order in which it tries them; [] for a new run."""
     if settings.resume and settings.step and not this_rank().restarts:  # torchrun's restarts go on from the latest
         return [settings.step]
     return newest_first(Path(settings.out)) if settings.resume else []
 
 
-def first_recorded(out: Path, steps: Sequence[int]) -> tuple[int | None, dict[str, Any]]:
+def first_readable_record(out: Path, steps: Sequence[int]) -> tuple[int | None, dict[str, Any]]:
     """Return the first of these steps whose record can be read, and its record.
 
     Without steps, return None and the record of the model and tokenizer in the folder. If no step's record can be read,
@@ -93,12 +93,12 @@ def first_recorded(out: Path, steps: Sequence[int]) -> tuple[int | None, dict[st
     errors = []
     for step in steps:
         try:
-            return step, recorded(out, step)
+            return step, read_record(out, step)
         except (ValueError, OSError) as error:
             errors.append(error)
     if errors:
         raise errors[0]
-    return None, recorded(out, None)
+    return None, read_record(out, None)
 
 
 def _sizes(config: Config) -> dict[str, Any]:

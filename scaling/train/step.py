@@ -47,7 +47,7 @@ def batch_slices(batch: int, length: int, mesh) -> tuple[slice, ...]:
     return batch_type(mesh).slices({"B": batch, "T": length}, mesh, mesh.coord)
 
 
-def placed(x: torch.Tensor, mesh) -> torch.Tensor:
+def to_mesh(x: torch.Tensor, mesh) -> torch.Tensor:
     """Return this rank's part of a batch, typed and on the device of the mesh, given that part."""
     return tree.declare(x.to(mesh.device).contiguous(), batch_type(mesh), mesh)
 
@@ -66,7 +66,7 @@ def drawn_params(settings: Settings, mesh, device: "str | None" = None) -> dict:
     return params | new_adapters(settings, mesh, types, device)
 
 
-def started(settings: Settings, mesh) -> dict:
+def initial_params(settings: Settings, mesh) -> dict:
     """Return the params that a run begins with, which are a folder's weights or drawn by the seed, and any adapters."""
     if not settings.weights:
         return drawn_params(settings, mesh)
@@ -94,7 +94,7 @@ def options_of_adapters(folder: str, config: Config) -> dict:
     return {"lora": lora.rank, "lora_on": ",".join(lora.on), "lora_alpha": lora.alpha}
 
 
-def parted(settings: Settings, params: dict) -> tuple[dict, dict]:
+def split_frozen(settings: Settings, params: dict) -> tuple[dict, dict]:
     """Split params, or their types, into (the frozen ones, the trained ones); without adapters none are frozen."""
     if not settings.adapters:
         return {}, params
@@ -105,14 +105,14 @@ def with_adapters(params: dict, settings: Settings, mesh) -> dict:
     """Return a run's params with its adapters, if it has any, merged into the weights, typed as before."""
     if settings.adapters is None:
         return params
-    frozen, own = parted(settings, params)
+    frozen, own = split_frozen(settings, params)
     types = transformer.specs(settings.model, mesh)
     return adapters.merged(frozen, own["lora"], settings.adapters, settings.model, types)
 
 
 def held_types(settings: Settings, mesh) -> dict:
     """Return the types in which the trained params are stored."""
-    return parted(settings, transformer.specs(settings.model, mesh, **settings.layout(mesh.sizes)))[1]
+    return split_frozen(settings, transformer.specs(settings.model, mesh, **settings.layout(mesh.sizes)))[1]
 
 
 def trained_types(settings: Settings, mesh) -> dict:
@@ -294,7 +294,7 @@ def counted_run(
     """Run a step on an abstract mesh, and return its count without peaks; `memory` follows the bytes that are alive."""
     params, batch = step_shapes(settings, mesh)
     optimizer, updated = optimizer_of(settings), Updated(settings, mesh)
-    frozen, trained = parted(settings, params)
+    frozen, trained = split_frozen(settings, params)
     state = begin_state(settings, mesh, optimizer, trained)
     held, states = (sum(numbers.of(x.nbytes) for x in tree.leaves(each)) for each in (params, state))
     between = Between()

@@ -13,7 +13,7 @@ from scaling import tree
 from scaling.collectives.transfer import plan_transfer
 from scaling.configs import Config
 from scaling.models import transformer
-from scaling.posttrain.loop import Asked, meshes_of, push_lines, pushed
+from scaling.posttrain.loop import LoopOptions, meshes_of, push_lines, push_weights
 from scaling.serve import types as served
 from scaling.spec import parse
 from scaling.spec.sizes import format_sizes
@@ -52,11 +52,11 @@ def push_and_compare(mesh, pairs) -> list[tuple[int, int]]:
     """Push drawn params on each pair, check what arrives, and return (bytes sent, bytes of the plan) of this rank."""
     found = []
     for name, train, serve, apart in pairs:
-        config, meshes = CONFIGS[name], meshes_of(Asked(train, serve, apart), mesh)
+        config, meshes = CONFIGS[name], meshes_of(LoopOptions(train, serve, apart), mesh)
         params = transformer.init(config, 0, torch.float64)
         held = strategies.shard(params, config, meshes.train) if meshes.train.member else None
         with trace() as log:
-            arrived = pushed(held, Settings(config, "", ""), meshes)
+            arrived = push_weights(held, Settings(config, "", ""), meshes)
         moved = [event for event in log.events if event.op == "Transfer"]
         sent = sum(event.wire_bytes for event in moved)
         came = sum(event.nbytes for event in moved) - sent

@@ -29,7 +29,7 @@ from scaling.models.lora import Lora
 from scaling.models.text import tokenizer
 from scaling.posttrain import advantages, losses
 from scaling.posttrain.loop import push_lines
-from scaling.posttrain.rewards import Late, in_time, read_prompts
+from scaling.posttrain.rewards import RewardTimeout, call_with_timeout, read_prompts
 from scaling.train import checkpoint
 from scaling.train.export import params_of_run
 from scaling.train.folder import locked
@@ -145,7 +145,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder, meshes, kills
         process.join()
         wait_until_free(Path("run"))
         ran += [(each["step"], each["loss"]) for each in records("run", whole=False) if each["step"] > before]
-        before = max(checkpoint.complete(Path("run")), default=0)
+        before = max(checkpoint.complete_steps(Path("run")), default=0)
     last = max(max(ran)[0], before + 1)
     assert run(f"{line} --steps {last} --out run --resume") == 0
     ran += [(each["step"], each["loss"]) for each in records("run")]
@@ -225,16 +225,16 @@ def test_bad_input_is_refused_by_its_line(folder, capsys):
 
 def test_a_reward_that_never_returns_does_not_keep_the_program_alive():
     ended = Event()
-    with pytest.raises(Late):
-        in_time(0.01, ended.wait)
+    with pytest.raises(RewardTimeout):
+        call_with_timeout(0.01, ended.wait)
     daemons = [thread.daemon for thread in enumerate_threads() if thread.name == "reward"]
     ended.set()
     assert daemons
     assert all(daemons)
     for error in (TimeoutError, KeyError):
         with pytest.raises(error):
-            in_time(1.0, raising, error)
-    assert in_time(1.0, max, 1, 2) == 2
+            call_with_timeout(1.0, raising, error)
+    assert call_with_timeout(1.0, max, 1, 2) == 2
 
 
 def raising(error):

@@ -49,7 +49,7 @@ BUGS = (
         "    size, ahead = page or S,": "    size, S, ahead = 1, 99,", "prefix=False": "prefix=True",
         "\n\nclass Token": "\n\nKEPT = {}\n\n\nclass Token"}}, "gap_max", steps=3),
     Bug("weights that are not sent after an update", f"{MARIN}#236", {LOOP: {
-        "        weights = pushed(frozen | params if trains else None, settings, meshes)\n        ends":
+        "        weights = push_weights(frozen | params if trains else None, settings, meshes)\n        ends":
             "        ends"}}, "gap_max"),
     Bug("layers that arrive in another order", f"{MARIN}#236", {LOOP: {
         "tree.named_leaves(params)[where].detach()": "tree.named_leaves(params)[where].detach().flip(0)"}},

@@ -21,7 +21,7 @@ from scaling.scaled import Scaled, dequantize
 from scaling.serve.cache import share_of
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.step import kernels
-from scaling.serve.types import FORMS, ONE, laid_out_by_output
+from scaling.serve.types import FORMS, ONE, lay_out_by_output
 from scaling.spec import FORMATS, ShardingError, parse
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
@@ -232,7 +232,7 @@ def test_a_cache_with_scales(name, dtype):
 def test_laid_out_by_output_each_output_reads_adjacent_elements(name):
     config = CONFIGS[name]
     params = model.init(config, 0)
-    found = laid_out_by_output(params, config)
+    found = lay_out_by_output(params, config)
     W_O, wanted = found["layers"]["W_O"], params["layers"]["W_O"]
     assert W_O[0, ..., 0].is_contiguous()
     assert not wanted[0, ..., 0].is_contiguous()

@@ -26,7 +26,7 @@ from scaling.models import hf, transformer
 from scaling.serve import fixed
 from scaling.serve.fixed import by_length, why_not
 from scaling.serve.generate_command import arguments
-from scaling.serve.loading import served_by
+from scaling.serve.loading import read_served
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE
 from scaling.spec import FORMATS
@@ -295,7 +295,7 @@ def test_the_commands_options(tmp_path, capsys, monkeypatch):
     args = arguments(["--model", str(tmp_path), "--prompt-ids", "1", "--compile", "--no-capture"])
     for why in (None, "it has linear layers"):
         monkeypatch.setattr("scaling.serve.loading.why_eager", lambda config, why=why: why)
-        _, given = served_by(args).loaded(Mesh({}))
+        _, given = read_served(args).loaded(Mesh({}))
         assert (given["compile"], given["capture"]) == ("inductor", False)
         assert capsys.readouterr().err == (f"decode steps are not compiled: {why}\n" if why else "")
 

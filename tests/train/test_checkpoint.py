@@ -23,7 +23,7 @@ from scaling.mesh import Mesh
 from scaling.strategies.transformer.api import arranged_layers
 from scaling.strategies.transformer.types import padded_sizes, slots_of
 from scaling.train import checkpoint, dcp, durable
-from scaling.train.loop import begun, run, state_specs
+from scaling.train.loop import load_or_init, run, state_specs
 from scaling.train.record import record_of
 from scaling.train.settings import Settings, optimizer_of
 
@@ -50,7 +50,7 @@ def resumed(mesh, settings, whole) -> float:
     taken, real = [], dcp.ShardReader.__call__
     specs = state_specs(settings, mesh, optimizer_of(settings))
     with patch.object(dcp.ShardReader, "__call__", lambda self, *block: Counted(real(self, *block), taken)):
-        state, step, _ = begun(settings, mesh, optimizer_of(settings), specs, record_of(settings))
+        state, step, _ = load_or_init(settings, mesh, optimizer_of(settings), specs, record_of(settings))
     slots, V, data = (
         slots_of(MODEL, mesh, settings.schedule_on(mesh.sizes)),
         padded_sizes(MODEL, mesh)["V"],
@@ -123,7 +123,7 @@ def test_the_newest_are_kept_and_a_latest_of_no_step_is_passed_over():
     assert {*os.listdir()} == {".step-000009", "step-000004", "step-000005", "latest"}
     assert Path("latest").read_text() == "5"
     save(3, keep=2)  # after going back: the step that is saved is never cleaned up
-    assert (checkpoint.complete(Path()), checkpoint.latest(".")) == ([3, 5], 3)
+    assert (checkpoint.complete_steps(Path()), checkpoint.latest(".")) == ([3, 5], 3)
     for no_step in ("", "-1", "99"):
         Path("latest").write_text(no_step)
         assert load() == ([0.0] * 3, 5)
@@ -148,7 +148,7 @@ def test_asynchronous():
     save(1, large, async_op=True, keep=2)
     large.zero_()
     save(2, async_op=True, keep=2).result()
-    assert checkpoint.complete(Path()) == [1, 2]
+    assert checkpoint.complete_steps(Path()) == [1, 2]
     assert sum(load(step=1)[0]) == 1 << 20
 
 

@@ -34,7 +34,7 @@ def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone
     assert pending is not None
     with pytest.raises(TimeoutError, match=r"__1_0_0.distcp: not written within 0.05 s"):
         pending.result(60)
-    assert checkpoint.complete(Path()) == []
+    assert checkpoint.complete_steps(Path()) == []
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_written():

@@ -17,7 +17,7 @@ from scaling.configs import get
 from scaling.mesh import AbstractMesh
 from scaling.models.text import ByteText
 from scaling.train import corpus
-from scaling.train.batches import IGNORED, Batches, Mixture, ahead, hold_out, inputs
+from scaling.train.batches import IGNORED, Batches, Mixture, hold_out, open_batches, prefetch
 from scaling.train.corpus import Corpus
 from scaling.train.origin import weighted_paths
 from scaling.train.settings import Settings
@@ -66,7 +66,7 @@ def test_rows_of_ids_are_mapped():
     assert isinstance(read.parts[0], numpy.memmap)
     assert (len(read), read.top) == (5000, 4999)
     with pytest.raises(ValueError, match=r"a.npy: token 4999 lies outside the vocabulary of tiny, 0..255"):
-        inputs(Settings(get("tiny"), "a.npy", ""))
+        open_batches(Settings(get("tiny"), "a.npy", ""))
     numpy.save("b.npy", numpy.ones((2, 2)))
     with pytest.raises(ValueError, match=r"b\.npy: not a row of token ids"):
         corpus.open_corpus(".")
@@ -123,7 +123,7 @@ def test_paths_with_weights():
 
 
 def chosen(mixture, seen):
-    return list(zip(*map(numpy.ndarray.tolist, mixture.chosen(seen)), strict=True))
+    return list(zip(*map(numpy.ndarray.tolist, mixture.sequence_numbers(seen)), strict=True))
 
 
 def counting(n, first=0, starts=(0,), counted=()):
@@ -140,7 +140,9 @@ def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     other, larger = (Mixture((hold_out(counting(3000), 6, 32, seed)[0],), (2,)) for seed in (6, 5))
     assert chosen(other, 0) != [(0, i) for i in seen[:6]]
     assert chosen(larger, 6) == [(0, i) for i in seen[6:12]]  # a batch of another size sees the same order
-    for step, (ids, targets, segments) in enumerate(islice(ahead(Mixture((first,), (1,)), 8, 4), 5), 2):  # by a thread
+    for step, (ids, targets, segments) in enumerate(
+        islice(prefetch(Mixture((first,), (1,)), 8, 4), 5), 2
+    ):  # by a thread
         assert ids[:, 0].tolist() == [32 * number for number in seen[4 * step : 4 * step + 4]]
         assert torch.equal(targets, torch.where((ids + 1) % 3 == 0, ids + 1, IGNORED))
         assert torch.equal(segments, 1 + (ids >= 500).long() + (ids >= 1000).long())
@@ -169,7 +171,7 @@ def test_no_target_is_of_another_document_than_its_token(kind):
         if kind == "shards":
             corpus.write_shards("data", "shards", ByteText(), 64)
     data = {"shards": "shards", "mixture": "data:1,data/a.jsonl:2"}.get(kind, "data")
-    train, valid = inputs(Settings(get("tiny"), data, "", 8, 32))
+    train, valid = open_batches(Settings(get("tiny"), data, "", 8, 32))
     for part in (*train.sources, *valid):
         for number in range(part.sequences):
             first = part.first + 32 * number
@@ -187,13 +189,14 @@ def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():
         counts = [sum(source == i for source, _ in some) for i in range(3)]
         assert counts == pytest.approx([len(some) * share for share in (0.5, 0.3, 0.2)], abs=off)
     assert len(set(found)) == len(found)
-    assert mixture.at(70)[0][3, 0] // 1_000_000 == found[73][0]
-    whole = mixture.at(70)
+    assert mixture.batch_at(70)[0][3, 0] // 1_000_000 == found[73][0]
+    whole = mixture.batch_at(70)
     for coord in ({"P": p, "X": x, "C": 1} for p in range(2) for x in range(5)):  # each rank reads its own rows
         rows, tokens = batch_slices(10, 10, AbstractMesh({"P": 2, "X": 5, "C": 2}, coord))
         assert (rows.start, rows.stop, tokens) == (coord["P"] * 5 + coord["X"], rows.start + 1, slice(5, 10))
-        assert all(map(torch.equal, mixture.at(70, rows), (x[rows] for x in whole)))
-    assert {*zip(*map(numpy.ndarray.tolist, Mixture(sources, (998, 1, 1)).turns), strict=True)} >= {(1, 0), (2, 0)}
+        assert all(map(torch.equal, mixture.batch_at(70, rows), (x[rows] for x in whole)))
+    order = Mixture(sources, (998, 1, 1)).round_order
+    assert {*zip(*map(numpy.ndarray.tolist, order), strict=True)} >= {(1, 0), (2, 0)}
     with pytest.raises(ValueError, match=r"the weight 1 of 1001 is less than 1 in 1,000 sequences"):
         Mixture(sources, (998, 2, 1))
 

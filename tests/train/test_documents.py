@@ -169,7 +169,7 @@ def begun(monkeypatch, capsys):
         assert train(f"{words} --model sizes.json --seq 4 --batch 2") == 0
         return ran.pop(), capsys.readouterr().err
 
-    monkeypatch.setattr(command, "trained", trained)
+    monkeypatch.setattr(command, "launch_training", trained)
     monkeypatch.setattr(command, "fits_as_before", lambda *given: True)
     Path("sizes.json").write_text(json.dumps({x: getattr(TINY.with_(V=8), x) for x in "LDFNKHV"}))
     Path("text.txt").write_text("the dog ran " * 20)

@@ -45,9 +45,9 @@ def test_replicas_that_have_come_apart_are_named(mesh, leaf, rank, words):
 
 def test_a_batch_on_the_cpu_is_looked_at_beside_a_state_on_another_device(monkeypatch):
     seen = []
-    monkeypatch.setattr(guards, "everyone", lambda x, mesh: seen.append(x.device.type) or torch.ones(1, 2))
+    monkeypatch.setattr(guards, "gather_over_ranks", lambda x, mesh: seen.append(x.device.type) or torch.ones(1, 2))
     typed = [("t", torch.zeros(2), "t[B]"), ("W", torch.zeros(2, dtype=torch.int64, device="meta"), "W[D]")]
-    assert guards.not_finite(typed, SimpleNamespace(device=torch.device("meta"))) == [[], []]
+    assert guards.ranks_not_finite(typed, SimpleNamespace(device=torch.device("meta"))) == [[], []]
     assert seen == ["meta"]
 
 
@@ -69,18 +69,18 @@ def test_a_digest_tells_every_bit_and_place(dtype):
 def test_what_is_finite():
     inf, half = float("inf"), torch.float16
     for good in (torch.full((9,), 3e38), torch.full((9,), 6e4, dtype=half), torch.tensor([1, 2]), torch.zeros(0)):
-        assert guards.finite(good)  # also where a sum is not
+        assert guards.all_finite(good)  # also where a sum is not
     for bad in ([1.0, float("nan"), 2.0], [1.0, inf], [-inf], [inf, -inf]):
-        assert not guards.finite(torch.tensor(bad))
+        assert not guards.all_finite(torch.tensor(bad))
     with pytest.raises(ArithmeticError, match=r'step 4: state\["W"\], W\[D\], is not finite on ranks \[0\]'):
         guards.check_replicas({"W": torch.ones(2) / 0}, {"W": "W[D]"}, ONE, 4)
 
 
 def test_two_that_have_come_apart_along_different_axes():
     mesh = AbstractMesh({"X": 2, "Y": 3})
-    assert guards.apart([1, 1, 1, 1, 1, 2], "W[D]", mesh) == ([5], ["X"])
-    assert guards.apart([1, 2, 3, 1, 9, 3], "W[D_Y]", mesh) == ([4], ["X"])
-    assert guards.apart([1, 1, 2, 4, 4, 4], "W[D_X]", mesh) == ([2], ["Y"])
+    assert guards.replica_mismatch([1, 1, 1, 1, 1, 2], "W[D]", mesh) == ([5], ["X"])
+    assert guards.replica_mismatch([1, 2, 3, 1, 9, 3], "W[D_Y]", mesh) == ([4], ["X"])
+    assert guards.replica_mismatch([1, 1, 2, 4, 4, 4], "W[D_X]", mesh) == ([2], ["Y"])
 
 
 @on_ranks({"X": 2})
@@ -118,7 +118,7 @@ def test_a_slow_rank_is_named_by_all(mesh):
             with trace() as log:
                 time.sleep(0.02 + mesh.rank * 0.05)
                 all_reduce("x[] {U_X} -> x[]", torch.ones(()), mesh)
-            kept.add(time.perf_counter() - began, guards.still(log))
+            kept.add(time.perf_counter() - began, guards.wait_seconds(log))
         said = kept.slow(mesh, 11)
         assert "step 11: rank 1 (X=1) is slow" in said
         assert "rank 0" not in said

@@ -275,7 +275,8 @@ def test_new_data_begin_an_epoch_that_later_resumes_go_on_with(begun, capsys):
     shutil.copytree("run", "whole", dirs_exist_ok=True)
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "ahead", lambda data, seen, *how: drawn.append(seen) or batches.ahead(data, seen, *how))
+        prefetch = loop.prefetch
+        patch.setattr(loop, "prefetch", lambda data, seen, *more: drawn.append(seen) or prefetch(data, seen, *more))
         assert train("--resume --out whole --data text.txt --steps 6 --new-data") == 0
         said = capsys.readouterr()
         assert "a new epoch of other data: " in said.out

@@ -26,7 +26,7 @@ from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.spec.sizes import parse_mesh
 from scaling.train import checkpoint, command, evaluate, guards, loop
-from scaling.train.command import fits_as_before, fitted, loss_note, shared
+from scaling.train.command import fits_as_before, loss_note, shrink_mesh, with_more_microbatches
 from scaling.train.loop import run
 from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
@@ -52,7 +52,7 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks):
 
 def run_on_other_data(mesh, settings, differs):
     """On rank 1 the file has another byte, or the tokens that are read from it differ."""
-    real, text = loop.inputs, Path(f"{mesh.rank}/text.txt")
+    real, text = loop.open_batches, Path(f"{mesh.rank}/text.txt")
     text.parent.mkdir()
     text.write_bytes(Path(settings.data).read_bytes() + bytes([mesh.rank if differs == "file" else 0]))
 
@@ -62,7 +62,7 @@ def run_on_other_data(mesh, settings, differs):
         corpus = replace(source.corpus, parts=(source.corpus.parts[0] ^ mesh.rank,))
         return replace(train, sources=(replace(source, corpus=corpus),)), valid
 
-    with mock.patch.object(loop, "inputs", inputs if differs == "tokens" else real):
+    with mock.patch.object(loop, "open_batches", inputs if differs == "tokens" else real):
         loop.run(mesh, replace(settings, data=str(text)))
 
 
@@ -157,7 +157,7 @@ def test_flops_by_both_conventions_and_the_share_of_the_chip(capsys):
     assert record["flops_per_second_with_attention"] == (6 * matmuls + attention) * 8 * 64 / 0.5
     assert record["mfu"] == pytest.approx(record["flops_per_second"] / 990e12, rel=0.01)
     assert record["exposed"] == 0.2
-    progress.say(record)
+    progress.report(record)
     assert "step      3/200  loss 1.5000  norm 0.25  1,024 tokens/s  MFU 0.0%" in capsys.readouterr().out
     assert records(".") == [record]
 
@@ -170,9 +170,9 @@ def test_what_gives(mesh, world, left, monkeypatch):
     before, sizes = Settings(TINY, "", "", batch=32, microbatches=2), parse_mesh(mesh)
     if not left:
         with pytest.raises(ValueError, match=f"does not fit {world} ranks"):
-            fitted(sizes, world)
+            shrink_mesh(sizes, world)
         return
-    after = shared(before, sizes, found := fitted(sizes, world))
+    after = with_more_microbatches(before, sizes, found := shrink_mesh(sizes, world))
     assert found == parse_mesh(left)
     rows = [s.batch // s.microbatches // (m.get("P", 1) * m["X"]) for s, m in ((before, sizes), (after, found))]
     assert rows[0] == rows[1]  # of a microbatch on each rank
@@ -181,7 +181,7 @@ def test_what_gives(mesh, world, left, monkeypatch):
     experts = replace(before, model=TINY.with_(E=4, k=2))
     for changed, words in ({"capacity": 1.25}, "capacity hold"), ({"aux_coef": 0.01}, "aux_coef hold"):
         given = replace(experts, model=experts.model.with_(**changed))
-        fewer = shared(given, sizes, found)
+        fewer = with_more_microbatches(given, sizes, found)
         assert f"in place of 2: the experts' {words} for each" in loss_note(given, fewer)
         assert loss_note(given, given) == ""
         assert loss_note(replace(given, model=given.model.with_(balance_by="sequence")), fewer) == "" or "cap" in words
@@ -194,7 +194,7 @@ def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch):
     """run.toml, which each start reads, has the options as they were given: else each would share the batch again."""
     started = []
     trained = lambda settings, sizes, args, keep: keep() or started.append((settings, sizes))  # noqa: E731
-    monkeypatch.setattr(command, "trained", trained)
+    monkeypatch.setattr(command, "launch_training", trained)
     be_rank(monkeypatch, size=2, TORCHELASTIC_RESTART_COUNT="1")
     write_text(1)
     for more in ("--data text.txt --mesh P=2,X=2", "", ""):
@@ -233,7 +233,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_with_the_same_losses():
     out, log, draw, ran = Path("run"), Path("log"), random.Random(0), []
     same = [*TRAIN, *f"{OPTIONS} --batch 4 --mesh X=2 --schedule constant --guard-every 0".split()]
     for _ in range(10):
-        before = max(checkpoint.complete(out), default=0)
+        before = max(checkpoint.complete_steps(out), default=0)
         more = ["--steps", "100000", "--save-every", "1", *["--resume"] * bool(before)]
         with log.open("w") as said:
             process = subprocess.Popen([*same, *more], stdout=said, stderr=said, start_new_session=True)
@@ -241,11 +241,11 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_with_the_same_losses():
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
         time.sleep(draw.uniform(0, 1.5))
-        finished = max(checkpoint.complete(out), default=0)
+        finished = max(checkpoint.complete_steps(out), default=0)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert int(log.read_text().partition("\nstep ")[2].partition("/")[0]) == before + 1
-        assert max(checkpoint.complete(out), default=0) >= finished
+        assert max(checkpoint.complete_steps(out), default=0) >= finished
         ran += [(each["step"], each["loss"]) for each in records(out) if each["step"] > before]
     subprocess.run([*same, *f"--out whole --save-every 0 --steps {max(ran)[0]}".split()], check=True)
     wanted = {each["step"]: each["loss"] for each in records("whole")}

@@ -32,7 +32,16 @@ from scaling.train import dry, evaluate, guards
 from scaling.train.batches import Batches
 from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import begin_state, check_compiled, count, drawn_params, gradients, local, make_step, parted
+from scaling.train.step import (
+    begin_state,
+    check_compiled,
+    count,
+    drawn_params,
+    gradients,
+    local,
+    make_step,
+    split_frozen,
+)
 
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
 EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)
@@ -124,7 +133,7 @@ def test_a_compiled_step_is_one_graph_and_learns_the_same(ranks):
 ], ids=["adapters", "latents"])  # fmt: skip
 def test_gradients_of_adapters_and_latents_are_one_graph(config, options):
     settings, (mesh,) = Settings(config, "", "", 2, 8, dtype="fp64", **options), run(lambda mesh: mesh, {"X": 1})
-    frozen, own = parted(settings, drawn_params(settings, mesh))
+    frozen, own = split_frozen(settings, drawn_params(settings, mesh))
     f, batch = gradients(settings, mesh, frozen=frozen), batch_of(settings, mesh)
     _, wanted, _ = f(own, batch)
     torch._dynamo.reset()

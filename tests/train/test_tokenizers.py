@@ -131,7 +131,9 @@ def begun(place, monkeypatch, capsys):
     """Calls the command, among the models and data, up to where its ranks would start; what it made of its arguments,
     or its refusal."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr(command, "trained", lambda settings, sizes, args, keep: ran.append(settings) or keep() or 0)
+    monkeypatch.setattr(
+        command, "launch_training", lambda settings, sizes, args, keep: ran.append(settings) or keep() or 0
+    )
     monkeypatch.setattr(command.dry, "refuse_too_large", lambda *given: None)
     monkeypatch.setattr(command.evaluate, "check_sample", lambda *given: None)
     monkeypatch.setattr(command, "fits_as_before", lambda *given: True)

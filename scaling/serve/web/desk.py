@@ -112,7 +112,7 @@ class Turns:
 
     def __call__(self, news: News) -> tuple[list[Action], dict[int, Given]] | None:
         """Take a turn with rank 0's news; return (the scheduler's actions, what requests get), or None at the end."""
-        news = _told(news, self.mesh)
+        news = _broadcast_news(news, self.mesh)
         if news.end:
             return None
         events = [*self.done, *map(Arrive, news.asks), *map(Cancel, news.gone)]
@@ -257,7 +257,7 @@ class Desk:
         answer.sink(AnswerPiece(text, (), reason, count, answer.cached))
 
 
-def _told(news: News, mesh) -> News:
+def _broadcast_news(news: News, mesh) -> News:
     """Return rank 0's news, on every rank."""
     if mesh is None or mesh.size() == 1:
         return news
