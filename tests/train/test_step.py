@@ -388,6 +388,9 @@ def test_biases_of_experts_move_toward_an_even_load(ranks, monkeypatch):
     low, _ = biases(ONE, replace(settings, dtype="bf16", optimizer="muon"))
     assert low.dtype == torch.float32
     assert low.abs().max() == pytest.approx(0.003)
+    step, (params, batch) = gradients(settings, ONE), (drawn_params(settings, ONE), batch_of(settings, ONE))
+    loads, same = (step(params, batch, 0, scale)[1]["layers"]["bias"] for scale in (1.0, 1024.0))
+    assert torch.equal(same, loads)  # the loss's scale is none of the tokens'
     kept, _ = biases(ONE, replace(settings, bias_rate=0.0))
     assert not kept.any()
     assert not replace(settings, weights="DIR").balancing

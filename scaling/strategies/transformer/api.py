@@ -114,7 +114,10 @@ def loss_and_grads(
     params = used_gains(tree.map(Tensor.detach, params), config)
     loss, grads = (run_all_layers if step.schedule is None else run_stages)(step, params, batch)
     if (scale := step.options.scale) != 1:
-        loss, grads = loss / scale, tree.map(lambda g: g.mul_(1 / scale), grads)
+        counts = [dW["bias"] for dW in grads.values() if step.options.loads and isinstance(dW, dict) and "bias" in dW]
+        loss = loss / scale
+        for g in tree.leaves(grads):
+            g.mul_(1 if any(g is count for count in counts) else 1 / scale)
     if "norm" in grads:
         grads["norm"] = scale_by(grads["norm"], 1 / config.logit_scale)  # of the gain that is stored
     return loss, grads
