@@ -21,12 +21,12 @@ from scaling.book.answers import Answer
 from scaling.book.arrays import drawn, largest, operands
 from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page
-from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.collectives import all_gather, all_to_all, einsum, ragged_all_to_all, reduce_scatter
 from scaling.mesh import AbstractMesh
+from scaling.models.moe import by_expert, expert_rows
 from scaling.profile import profile
 from scaling.shard_map import shard_map
 from scaling.strategies.collective_matmul import mlp
-from scaling.strategies.expert.ways import gathered, grouped, masked_loop, ragged
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="Y=4", device=True, seed=True)
@@ -116,8 +116,35 @@ CASES = {
     "half of them empty": 2 * torch.randint(E // 2, (S, k), generator=rng),
     "all to one": torch.full((S, k), E - 1),
 }
+LINE = "A[R, D] * W[D, F] -> Out[R, F]"  # one expert's rows
 
 
+def masked_loop(A, W, experts):
+    """Multiply every token by every expert, and mask the products that were not chosen."""
+    Out = A.new_zeros(len(A), W.shape[2])
+    for e in range(len(W)):
+        chosen = (experts == e).sum(1, keepdim=True).to(A.dtype)
+        Out = Out + chosen * (A @ W[e])
+    return Out / experts.shape[1]
+
+
+def mean_of(rows, Out, experts):
+    """Return Out[S, F], each token's mean over its k choices, from the rows Out[R, F] in the order of the experts."""
+    return rows.collect(Out, torch.full_like(experts, 1, dtype=Out.dtype) / experts.shape[1])
+
+
+def grouped(A, W, experts):
+    """Sort the choices by expert, one row each, and multiply each expert's rows, perhaps none, by its matrix."""
+    rows = expert_rows(experts, len(W))
+    return mean_of(rows, by_expert(LINE, rows.spread(A), W, rows.counts.tolist()), experts)
+
+
+# %% [markdown]
+# Each way is compared with `by_token`, which multiplies every token by copies of its own experts, for four choices of
+# experts.
+
+
+# %%
 def by_token(experts):
     """Return (Out, dA, dW) with each token's own product, which all ways are compared with."""
     out, pull = vjp(lambda A, W: torch.einsum("sd,skdf->skf", A, W[experts]).mean(1), A, W)
@@ -200,6 +227,44 @@ page.equal([(name, off, EXACT) for name, (off, *_) in rows.items()])
 # "all to one" with the others: the first device then sends all its tokens to the last one, which alone sends results
 # back.
 
+
+# %%
+def gathered(A, W, experts, mesh):
+    """A[S_Y, D], W[E_Y, D, F], experts int64[S_Y, k] -> Out[S_Y, F]: gather all tokens on every device."""
+    A = all_gather("A[S_Y, D] -> A[S, D]", A, mesh)  # 1.
+    everyone = all_gather("B[S_Y, K] -> B[S, K]", experts, mesh)  # 2. whole numbers
+    first = mesh.coord["Y"] * len(W)
+    kept = (everyone >= first) & (everyone < first + len(W))
+    local = torch.where(kept, everyone - first, 0)
+    rows = expert_rows(local, len(W), kept)  # 3. only its own experts' rows
+    Out = by_expert(LINE, rows.spread(A), W, rows.counts.tolist())
+    Out = rows.collect(Out, kept.to(A.dtype) / experts.shape[1])  # Out[S, F] {U_Y}
+    return reduce_scatter("Out[S, F] {U_Y} -> Out[S_Y, F]", Out, mesh)  # 4.
+
+
+def ragged(A, W, experts, mesh, *, chunk):
+    """Do the same by sending tokens to the devices of their experts and back, `chunk` of each device's at a time."""
+    chunks = zip(A.split(chunk), experts.split(chunk), strict=True)
+    return torch.cat([exchanged(tokens, W, chosen, mesh) for tokens, chosen in chunks])
+
+
+def exchanged(A, W, experts, mesh):
+    """Return the results of one chunk, by two ragged AllToAlls of its rows."""
+    rows = expert_rows(experts, n * len(W))  # 1. by expert, so by device
+    counts = all_to_all("n[G_Y, E] -> n[G, E_Y]", rows.counts[None], mesh)  # 2. how many rows each device sends
+    sends, receives = rows.counts.view(n, -1).sum(1).tolist(), counts.sum(1).tolist()
+    Row = ragged_all_to_all("Row[G_Y, E, R, D] -> Row[G, E_Y, R, D]", rows.spread(A), sends, receives, mesh)  # 3.
+    order = torch.arange(len(W), device=A.device).repeat(n).repeat_interleave(counts.flatten()).argsort(stable=True)
+    Out = by_expert(LINE, Row[order], W, counts.sum(0).tolist())  # 4. each expert its own rows
+    Out = Out[order.argsort()]
+    Out = ragged_all_to_all("Out[G, E_Y, R, F] -> Out[G_Y, E, R, F]", Out, receives, sends, mesh)  # 5.
+    return mean_of(rows, Out, experts)  # 6.
+
+
+# %% [markdown]
+# Each way runs on the ranks, for each of the choices above, forward and backward. Autograd derives the backward from
+# the same lines.
+
 # %%
 WAYS = {"gathered": {}, "ragged": {"chunk": 8}, "ragged, at once": {"chunk": S}}
 
@@ -209,7 +274,7 @@ def on_mesh(mesh) -> tuple[dict, dict]:
     types, found, listed = ["Out[S_Y, F]", "A[S_Y, D]", "W[E_Y, D, F]"], {}, {}
     a, w, d_out = (t.to(mesh.device) for t in tree.shard([A, W, dOut], [*types[1:], types[0]], mesh))
     for name, options in WAYS.items():
-        way = partial(gathered if name == "gathered" else ragged, axis="Y", **options)
+        way = partial(gathered if name == "gathered" else ragged, **options)
         for case, experts in CASES.items():
             mine = tree.shard([experts], ["B[S_Y, K]"], mesh)[0].to(mesh.device)
             with trace() as log:

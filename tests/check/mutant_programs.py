@@ -194,9 +194,12 @@ def of_pods(mesh, module: ModuleType) -> list[torch.Tensor]:
     return [module.grads_of_layer(dW.clone(), mesh), module.grads_of_layer_flat(dW, mesh)]
 
 
-def of_matmuls(mesh, module: ModuleType):
+def of_problems(mesh, module: ModuleType):
     whole = normals((8, 16), (16, 32), (32, 16))
-    return module.block(mesh, *tree.shard(whole, ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh))
+    Out = module.block(mesh, *tree.shard(whole, ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh))
+    whole = [*normals((8, 16), (8, 16, 32)), torch.arange(16).view(8, 2) % 8]
+    A, W, experts = tree.shard(whole, ["A[S_Y, D]", "W[E_Y, D, F]", "B[S_Y, K]"], mesh)
+    return [Out, module.gathered(A, W, experts, mesh), module.ragged(A, W, experts, mesh, chunk=2)]
 
 
 CHAPTERS = {
@@ -205,7 +208,7 @@ CHAPTERS = {
     "05_transformer": of_layer,
     "05_context": of_context,
     "05_pp": of_stages,
-    "10_problems": of_matmuls,
+    "10_problems": of_problems,
     "03_products": lambda mesh, module: module.question_9(mesh)[1],
     "09_profiling": lambda mesh, module: module.block(*module.arrays(mesh), mesh),
 }

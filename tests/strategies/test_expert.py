@@ -1,15 +1,12 @@
-"""Experts on a mesh: outputs, every gradient, routing and losses equal the dense computation on one device.
+"""Experts on a mesh: outputs, every gradient, routing and losses equal the dense computation on one device."""
 
-Each way through a layer of experts equals each token's own products."""
-
-from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from array_types import meta
 from machine import on_ranks
-from problems import SIGMOID, SOFTMAX, close, drawn, on_one_device, problem, pulled
+from problems import SIGMOID, SOFTMAX, close, on_one_device, problem, pulled
 from torch.func import vjp
 
 from scaling import tree
@@ -21,7 +18,6 @@ from scaling.models.pointwise import vjp as tape
 from scaling.spec import format_axes, parse
 from scaling.strategies import expert
 from scaling.strategies.expert import routing as routing_module
-from scaling.strategies.expert import ways
 from scaling.trace import trace
 
 COEF = {"balance": 0.3, "z": 0.07}  # of the auxiliary losses, in the loss that is differentiated
@@ -193,28 +189,3 @@ def test_rows_are_put_in_order_only_if_several_ranks_send_to_several_experts(n, 
     params = tree.map(lambda text: meta(parse(text).local_shape(dims, mesh)), expert.specs(SOFTMAX, "X"))
     x = meta(2, 4, SOFTMAX.D)
     assert (expert.route_tokens(params, x, SOFTMAX, mesh, "X").order is not None) == reordered
-
-
-S, D, F, E = 12, 5, 7, 4
-CHOICES = {
-    "one": torch.tensor([[s * s % E] for s in range(S)]),
-    "two": torch.tensor([[s * s % E, (s + 1) % E] for s in range(S)]),
-    "empty experts": torch.tensor([[2 * (s % 2)] for s in range(S)]),
-    "all to one": torch.full((S, 2), 3),
-}
-
-
-@on_ranks({"X": 1}, {"X": 4})
-def test_each_way_is_each_token_s_own_products(mesh):
-    """Each way beside a copy of its experts for each token."""
-    forms = {"gathered": ways.gathered, "ragged": ways.ragged, "in chunks": partial(ways.ragged, chunk=1)}
-    forms = {name: partial(way, mesh=mesh) for name, way in forms.items()}
-    if mesh.size() == 1:
-        forms |= {"masked loop": ways.masked_loop, "grouped": ways.grouped}
-    *operands, dOut = drawn((S, D), (E, D, F), (S, F))
-    for experts in CHOICES.values():
-        wanted = on_one_device(lambda A, W, at=experts: torch.einsum("sd,skdf->skf", A, W[at]).mean(1), operands, dOut)
-        mine = tree.shard(experts, "B[S_X, k]", mesh)
-        for way in forms.values():
-            f = partial(lambda A, W, way, mine: way(A, W, mine), way=way, mine=mine)
-            close(pulled(f, mesh, operands, ["A[S_X, D]", "W[E_X, D, F]"], "Out[S_X, F]", dOut), wanted)
