@@ -170,7 +170,7 @@ def call_with_timeout(seconds: float, fn: Callable, *args: Any) -> Any:
     """Return fn(*args), called in a thread that the program's end does not wait for.
 
     Raises:
-        Late: It has not returned after `seconds` seconds.
+        RewardTimeout: It has not returned after `seconds` seconds.
     """
     result: Future = Future()
 

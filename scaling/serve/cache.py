@@ -155,7 +155,7 @@ def with_scale(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def is_empty(cache: dict) -> bool:
     """Return whether nothing has been written to the cache yet.
 
-    The zeros of an untouched cache take no memory, and their dtype is not fixed.
+    The zeros of an empty cache take no memory, and their dtype is not fixed.
     """
     return not any(cache["KV"].stride())
 
@@ -167,7 +167,7 @@ def capacity(cache: dict, shards: int = 1) -> int:
 
 
 def writable(cache: dict, like: Tensor, donate: bool) -> dict:
-    """Return the cache in fresh memory, or in its own if donated; an untouched one gets `like`'s dtype and device."""
+    """Return a cache to write to: a copy, or if donated itself. An empty one gets `like`'s dtype and device."""
     if "S" in cache:
         S, tail = (cache[name].to(like.device, copy=not donate) for name in ("S", "tail"))
         cache = cache | {"S": S.to(torch.promote_types(like.dtype, torch.float32)), "tail": tail.to(like.dtype)}

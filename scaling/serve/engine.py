@@ -39,8 +39,8 @@ Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # (worker, works)
 class NgramIndex:
     """A request's text, and the latest place at which each of its n-grams of up to `LONGEST` tokens ended.
 
-    The n-grams that end the text are not in the index yet, so what is found is an earlier place. An appended token
-    costs `LONGEST` entries, and a look-up as many reads, however long the text is.
+    The n-grams at the end of the text are added with the next token, so a look-up finds an earlier place. A token adds
+    `LONGEST` entries, about 400 bytes, and a look-up reads at most `LONGEST` of them, however long the text is.
     """
 
     def __init__(self, request: Request):
@@ -58,7 +58,7 @@ class NgramIndex:
     def proposals(self, k: int) -> list[int]:
         """Return k tokens: those after the latest earlier place of the last n tokens, for the longest n that has one.
 
-        If the text ends before k tokens, its last token is repeated, as it is if no n has an earlier place.
+        If fewer than k tokens follow that place, or if no n has an earlier place, the text's last token fills up the k.
         """
         for n in range(min(LONGEST, len(self.tokens)), 0, -1):
             if end := self.ends.get(tuple(self.tokens[-n:])):
@@ -97,7 +97,7 @@ def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int,
         for w, token in zip(live, drawn, strict=True):
             proposed[w.id].append(token)
         live = [w._replace(start=at, tokens=(id,)) for w, at, id in zip(live, places, drawn, strict=True)]
-        logits = model.logits(worker, live)  # the last proposal is cached too, in case that all are kept
+        logits = model.logits(worker, live)  # caches the last proposal too, which is needed if all are kept
     return proposed
 
 
@@ -233,7 +233,7 @@ class Engine:
         if draft not in (None, "ngram"):
             self.models.append(_small(draft, config, own))
             self.draft = partial(by_model, self.models[-1])
-        # A GPU need not wait until a step's tokens are read; but a linear layer's state takes no dropped token back.
+        # A GPU starts a step before the last one's tokens are read. A linear layer's state can take back no token.
         self.ahead = self.model.device.type == "cuda" and not draft and not config.linear
         self.started: dict[str, tuple] = {}  # each worker's next step, and the logits after it
 
@@ -283,10 +283,11 @@ class Engine:
         return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.id in given}
 
     def _decoded(self, worker: str, works: list[Work], before: list[Work], logits: Any) -> dict[int, Given]:
-        """Return a token of each work, after starting the next step; `before`, logits: the step that was started.
+        """Start the next step, and then return a token of each work, so that the device computes while the host reads.
 
-        So a device computes while the host reads. A row that ends with this token has one more in the next step, which
-        is dropped: it is written to the row's own pages, before whatever the device computes later.
+        `before` and `logits` are the works and the result of the step that was started by the last call. A row that
+        ends with this token computes one token too many in the next step. Nobody reads that token, and its keys and
+        values go to the row's own pages before the device computes any later step.
         """
         rows = {(id(w.request), w.start): row for row, w in enumerate(before)}
         found = [rows.get((id(w.request), w.start)) for w in works]

@@ -134,7 +134,7 @@ class Steps:
         self.places: dict[int, dict] = {}  # the tables of cos and sin of each bucket
 
     def rounded(self, n: int) -> int:
-        """Return to how many rows, tokens or pages n are padded: the next power of two if shapes are fixed."""
+        """Return the number to which n rows, tokens or pages are padded: the next power of two if shapes are fixed."""
         return 1 << max(0, n - 1).bit_length() if n and self.fixed else n
 
     @torch.no_grad()
@@ -227,7 +227,7 @@ def by_layer(full: Tensor, windowed: Tensor, config: Config) -> list[list[Tensor
 
 
 def copy_to_device(numbers: Sequence, device: torch.device) -> Tensor:
-    """Return whole numbers as a tensor on the device, which the host does not wait for."""
+    """Return whole numbers as a tensor on the device. The host does not wait for the copy."""
     return torch.tensor(numbers).to(device, non_blocking=True)
 
 

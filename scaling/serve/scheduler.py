@@ -254,7 +254,7 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
     The youngest are preempted to make room for older ones.
     """
     mine = [live for live in state.live.values() if live.where == worker and live.target is None]
-    if worker == PREFILL:  # requests that are done wait to be moved
+    if worker == PREFILL:  # a request whose prompt is computed waits to be moved
         mine = [live for live in mine if not live.decoding]
     picked = dict(state.policy.pick(worker, mine, state.options))
     arriving = {live.group for live in state.live.values() if live.target is not None} if worker == DECODE else set()

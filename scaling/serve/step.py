@@ -243,11 +243,11 @@ def prepare_call(params, tokens, cache, config, mesh, lengths, form, donate, lea
     lengths = lengths.to(tokens.device)
     cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
     room = capacity(cache, share_of(mesh, form).shards)
-    if tokens.is_meta:  # no values: as if the cache were then full
+    if tokens.is_meta:  # lengths without values: the most that the cache can hold
         extent = Extent(room - T, room - T, room, full=True)
     else:
         check_range("tokens", tokens, config.V)
-        new, held = lengths.tolist(), cache["lengths"].tolist()  # of a GPU, which is waited for once each
+        new, held = lengths.tolist(), cache["lengths"].tolist()  # on a GPU each of these reads waits for the device
         check_room(held, new, T, room, least)
         if "S" in cache and any(a not in (0, b) for a, b in zip(held, cache["read"].tolist(), strict=True)):
             raise ValueError(

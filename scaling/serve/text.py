@@ -86,7 +86,7 @@ class TextStream:
 
     Certain text has whole characters, and does not end with what may be the start of a stop text. `push(id)` and, at
     the end, `rest()` return the text that has become certain. `stopped`: a stop text is complete, and the text ends
-    before it; of several it is the one that was complete first.
+    before it. If there are several, the text ends before the one that was complete first.
 
     Args:
         tokenizer: The tokenizer of the ids.

@@ -95,7 +95,7 @@ def shared_of(config: Config, f: Format) -> dict:
 
 
 def shared_dims(name: str, leaf: Leaf, f: Format) -> str:
-    """Return the dims along which a leaf's values share scales, which are the dims that a product with it sums over.
+    """Return the dims along which a leaf's values share scales: the dims that a product with the leaf contracts.
 
     A format with blocks has them along the last of these dims. For the embedding it is the product that gives the
     logits. Norms, biases, routers and convolutions have none, because they are not quantized.

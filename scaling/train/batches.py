@@ -57,7 +57,7 @@ class Batches:
 
     @cached_property
     def places(self) -> numpy.ndarray | None:
-        """The indices of one epoch's sequences, in the order of the corpus; None if no text is left out."""
+        """int64[n], the indices of one epoch's sequences in the order of the corpus; None if no text is left out."""
         if not self.without:
             return None
         starts = self.first + self.length * numpy.arange((self.last - self.first - 1) // self.length)
@@ -70,7 +70,7 @@ class Batches:
         return (self.last - self.first - 1) // self.length if self.places is None else len(self.places)
 
     def numbers(self, places: numpy.ndarray) -> numpy.ndarray:
-        """Return the index of the sequence at each position [n] in the endless order of epochs."""
+        """places[n] in the endless order of epochs -> int64[n], the index of the sequence at each place."""
         epochs, at = numpy.divmod(places, self.sequences)
         found = numpy.empty_like(at)
         for epoch in {*epochs.tolist()}:
@@ -122,7 +122,7 @@ class Mixture:
 
     @cached_property
     def round_order(self) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """The source, and the number of its earlier sequences in the round, at each position of a shuffled round."""
+        """(source[ROUND], before[ROUND]): the sources in a shuffled order, and how often each has come before."""
         total = sum(self.weights)
         exact = [ROUND * w / total for w in self.weights]
         counts = [int(x) for x in exact]
@@ -136,7 +136,7 @@ class Mixture:
         return sources, before
 
     def sequence_numbers(self, seen: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return the source and the index of each sequence in the batch [B] that follows `seen` sequences."""
+        """Return (source[B], index[B]) of the sequences in the batch that follows the first `seen` sequences."""
         turns, before = self.round_order
         rounds, at = numpy.divmod(numpy.arange(seen, seen + self.sources[0].batch), ROUND)
         sources = turns[at]
@@ -193,8 +193,8 @@ def leave_out(
         before: The earlier held-out ranges, as this function returned them, perhaps for other data.
 
     Returns:
-        The batches without the sequences that touch text held out earlier; [first token, last, a digest of the first
-        of them] for every held-out range from now on; and the number of earlier ranges that were not found.
+        (the batches without the sequences that touch text held out earlier, the held-out ranges from now on, the number
+        of earlier ranges that were not found). A range is [its first token, its end, a digest of its first tokens].
     """
     out, there = [], set()
     held = [_digest_of_range(ends.corpus, ends.first, ends.last) for ends in valid]
@@ -208,7 +208,7 @@ def leave_out(
 
 
 def _digest_of_range(corpus: Corpus, first: int, last: int) -> list[Any]:
-    """Return [first, last, digest of the first tokens there] for a range of the corpus."""
+    """Return [first, last, a digest of up to HEAD tokens from `first` on], which identifies a range of the corpus."""
     ids, _ = corpus.between(first, min(first + HEAD, last)) if last <= len(corpus) else (numpy.empty(0), None)
     return [first, last, hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()]
 
@@ -235,6 +235,6 @@ def open_batches(settings: Settings) -> tuple[Mixture, tuple[Batches, ...]]:
 
 @lru_cache(maxsize=16)
 def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
-    """Return the permutation of an epoch's sequences."""
+    """Return int64[count], the permutation of an epoch's sequences, drawn from (seed, epoch)."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
     return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))

@@ -160,7 +160,7 @@ def main(argv=None) -> int:
 
 
 def plan_mesh(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict[str, int], Settings]:
-    """Plan the mesh for `ranks` ranks, and ZeRO, remat and microbatches if not given; return it and the settings.
+    """Plan the mesh for `ranks` ranks, and ZeRO, remat and microbatches if not given; return (sizes, settings).
 
     Rank 0 prints the alternatives and the command that runs the plan. ValueError if no mesh suits.
     """

@@ -15,7 +15,7 @@ from scaling.train.origin import tokenizer_in
 from scaling.train.settings import DTYPES, Settings
 from scaling.train.step import batch_slices, to_mesh, with_adapters
 
-LENGTH, TEMPERATURE = 64, 0.8  # the most tokens that a continuation has, and the temperature at which they are drawn
+LENGTH, TEMPERATURE = 64, 0.8  # the most tokens of a continuation; the temperature at which they are drawn
 
 
 def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> float:
@@ -98,7 +98,7 @@ def continuation(params, settings: Settings, mesh) -> str:
     generator, end = torch.Generator().manual_seed(settings.seed), chosen_end(by, settings.eos_id)
     prompt = ids = torch.tensor(by.encode(settings.sample), device=mesh.device)
     left = (settings.model.learned_positions or len(ids) + LENGTH) - len(ids)
-    for _ in range(min(LENGTH, left)):  # no cache is needed, because all of it is as much work as one small batch
+    for _ in range(min(LENGTH, left)):  # without a cache, because the whole text costs no more than one small batch
         logits = model.forward(whole, ids[None], config=settings.model)[0, -1, : max(by.vocabulary, end + 1)]
         drawn = torch.multinomial((logits.double() / TEMPERATURE).softmax(-1).cpu(), 1, generator=generator)
         if int(drawn) == end:

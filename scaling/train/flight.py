@@ -40,7 +40,7 @@ class Flight:
             yield log
 
     def watch(self, event: Event, moment: str) -> None:
-        """Record an event that is reached or ends; messages and some collectives are only reported as they start."""
+        """Record that an event is reached or ends. Messages and some collectives are reported only when they start."""
         if moment == "reached" or (moment == "started" and event.op in LATE and id(event) not in self.open):
             self.write_start(event)
         elif moment == "ended" and id(event) in self.open:

@@ -23,8 +23,9 @@ from scaling.train.blocks import first_replica
 ROW, ROWS = 1 << 13, 1 << 7  # 8-byte words in a row of the hash, and the rows that are hashed at a time
 AGAIN = "go on from the last checkpoint (--resume); if it comes back, look for what differs by rank"
 SHARE, LEAST = 0.12, 0.025  # a rank is slow if it lags by more than this share of a step and by more than these seconds
-DEVIATIONS, PART = 10.0, 0.25  # a loss jumps by more than so many usual changes, and such a part of the median
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the integers for elements of so many bytes; larger: int64
+# A loss jumps if it rises by more than DEVIATIONS of the usual changes, and by more than PART of the median.
+DEVIATIONS, PART = 10.0, 0.25
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> the dtype of its bits; 8: int64
 
 
 def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
@@ -104,9 +105,8 @@ def leaf_norms(grads, specs, mesh) -> Tensor:
 class Losses:
     """The latest losses, from which a jump is detected.
 
-    A loss jumps if it rises above the median of the latest losses by more than their usual change from step to step,
-    and by more than a good part of that median. Only the median of the latest losses counts, so that a loss which falls
-    fast does not hide a jump.
+    A loss jumps if it rises above the median of the 8 latest losses by more than 10 times the usual change from step to
+    step, and by more than 25% of that median. Earlier losses may be much higher, so they are left out of the median.
     """
 
     seen: deque = field(default_factory=lambda: deque(maxlen=64))
@@ -170,8 +170,8 @@ def ranks_not_finite(typed, mesh) -> list[list[int]]:
 def all_finite(x: Tensor) -> Tensor:
     """Return bool[], whether every element is finite.
 
-    A finite sum proves it at a tenth of the price. If the sum is not finite, it may have overflowed, and all elements
-    are checked.
+    A finite sum proves it, and costs a tenth of checking each element. A sum that is not finite may have overflowed, so
+    then all elements are checked.
     """
     if x.is_floating_point() and not x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite():
         return x.isfinite().all()
@@ -197,7 +197,7 @@ def replica_mismatch(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[
 
 
 def differing_axes(others: list[Mapping[str, int]], at: Mapping[str, int]) -> set[str]:
-    """Return the axes on which `at` differs from that one of `others` from which it differs on the fewest."""
+    """Return the axes along which `at` differs from the nearest of `others`, the one with the fewest of them."""
     differing = [{axis for axis in at if other[axis] != at[axis]} for other in others]
     return min(differing, key=len)
 
@@ -211,7 +211,7 @@ def wait_seconds(log: Log) -> float:
 class Pace:
     """The latest steps of this rank, as (seconds of the step, seconds of it spent waiting in collectives).
 
-    All ranks of a step take equally long. A slow rank is the one that does not wait for the others.
+    All ranks take equally long for a step, because they wait for each other. The slow rank is the one that waits least.
     """
 
     steps: deque = field(default_factory=lambda: deque(maxlen=64))
@@ -221,9 +221,9 @@ class Pace:
         self.steps.append((seconds, min(waited, seconds)))
 
     def slow(self, mesh, step: int) -> str:
-        """Return a warning that names the ranks that all others wait for, or ""; then forget the recorded steps.
+        """Return a warning that names the slow ranks, or "" if there is none; then forget the recorded steps.
 
-        All ranks call it. Only the quickest step of each rank counts, because other work on the machine only adds time.
+        All ranks call it. Each rank gives its quickest step, because other work on the machine can only add time.
         """
         quickest = [min(seconds - waited for seconds, waited in self.steps), min(seconds for seconds, _ in self.steps)]
         self.steps.clear()

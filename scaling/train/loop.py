@@ -96,8 +96,8 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
         lr = lr_at(state["step"]).item()
         with flight.step(number) as log:
             part: list = [to_mesh(x[:, tokens], mesh) for x in batch]
-            if not train.several_documents(place):  # in the whole batch, so that all ranks decide alike
-                part[2] = None  # because a mask costs T^2
+            if not train.several_documents(place):  # no row of the whole batch needs a mask, which costs T^2
+                part[2] = None
             params, state, metrics = step(params, state, part, donate=True)
             loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
         seconds, waited = time.perf_counter() - began, guards.wait_seconds(log) if mesh.device.type == "cpu" else None
@@ -137,13 +137,13 @@ def load_or_init(
     made_with: Mapping[str, Any],
     params: dict | None = None,
 ) -> tuple[dict, int, dict[str, Any]]:
-    """Return (state, step, record) with which a run begins, without a rank holding more than its shards.
+    """Load or make the (state, step, record) that a run begins with; no rank holds more than its shards.
 
-    A resumed run gets them from its newest whole checkpoint. A new run begins at step 0 with an empty record, and with
-    `params`, which by default are the weights of a folder or drawn by the seed.
+    A resumed run loads them from its newest undamaged checkpoint. A new run begins at step 0 with an empty record. Its
+    params are `params` if they are given, or else the weights of a folder or drawn by the seed.
 
     Raises:
-        ValueError: The checkpoint was made with other options, data, model or tokenizer, or no checkpoint is whole.
+        ValueError: The checkpoint has other options, data, model or tokenizer, or every checkpoint is damaged.
     """
     if steps := resumable_steps(settings):
         state, step, before = load_first_intact(settings, steps, made_with, specs, mesh)
@@ -205,10 +205,10 @@ def state_specs(settings: Settings, mesh, optimizer: optim.Optimizer) -> dict:
 
 
 def data_types(mesh) -> dict:
-    """Return the types of what the guards compare of a run's data.
+    """Return the types of the tensors by which the guards compare the ranks' data.
 
-    Ranks along P, X and E train on different rows. So that they notice when they read different data, all ranks also
-    read the first rows of the batch, and compare a digest of the run's record, which has the digest of each file.
+    Ranks along P, X and E train on different rows, so these have no replicas along them. All ranks therefore also read
+    the first rows of the batch, and have a digest of the run's record, which holds the options and each file's digest.
     """
     rows = present("t[B_PXE, T]", mesh)
     return {"options and data": "digest[N]", "batch": [rows] * 3, "first rows": ["t[B, T]"] * 3}
@@ -217,17 +217,17 @@ def data_types(mesh) -> dict:
 def expert_shares(log: Log, mesh) -> list[float]:
     """Return each expert's share of the tokens routed in a step, over all layers and microbatches."""
     load = torch.stack(log.loads).sum(0)
-    if mesh.sizes.get("Z", 1) > 1:  # each stage has seen only its layers, and its ranks have equal counts
+    if mesh.sizes.get("Z", 1) > 1:  # a stage has counted its own layers alone, and all its ranks have the same counts
         load = guards.gather_over_ranks(load, mesh).sum(0)
     return [round(share, 4) for share in (load / load.sum()).tolist()]
 
 
 def wait_for_ranks(mesh) -> None:
-    """Wait until every rank has called this function, which a rank that has refused the run never does."""
+    """Wait until every rank has called this function. A rank that has refused the run never calls it."""
     guards.gather_over_ranks(torch.zeros(1, dtype=torch.int64), mesh)
 
 
 def stop_requested(out: Path, mesh) -> bool:
-    """Return whether this run must save and end, which rank 0 reads from the stop file and all ranks agree on."""
+    """Return whether the run must save and end. Rank 0 looks for the stop file, and every rank gets its answer."""
     asked = mesh.rank == 0 and (out / STOP).exists()
     return bool(guards.gather_over_ranks(torch.tensor([asked], dtype=torch.int64), mesh).any())

@@ -58,7 +58,7 @@ class Progress:
 
     @cached_property
     def peak(self) -> float | None:
-        """The peak FLOPs/s of all devices, by `--chip` or the book's table of this GPU; None if neither has a rate."""
+        """The peak FLOPs/s of all devices, from `--chip` or the book's table of GPUs; None if neither has it."""
         name = self.settings.chip or chip_name(self.mesh.device)
         rate = dict(chip(name).peaks).get(self.settings.dtype) if name else None
         return rate * self.mesh.size() if rate else None

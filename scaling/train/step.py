@@ -43,12 +43,12 @@ def local(x: torch.Tensor, mesh) -> torch.Tensor:
 
 
 def batch_slices(batch: int, length: int, mesh) -> tuple[slice, ...]:
-    """Return the range of a batch's rows, and the range of each row's tokens, that this rank trains on."""
+    """Return (rows, tokens): which of a batch's rows, and which tokens of a row, this rank trains on."""
     return batch_type(mesh).slices({"B": batch, "T": length}, mesh, mesh.coord)
 
 
 def to_mesh(x: torch.Tensor, mesh) -> torch.Tensor:
-    """Return this rank's part of a batch, typed and on the device of the mesh, given that part."""
+    """t[B_PXE, T_C] of this rank -> the same on the mesh's device, with its type declared."""
     return tree.declare(x.to(mesh.device).contiguous(), batch_type(mesh), mesh)
 
 
@@ -67,7 +67,7 @@ def drawn_params(settings: Settings, mesh, device: "str | None" = None) -> dict:
 
 
 def initial_params(settings: Settings, mesh) -> dict:
-    """Return the params that a run begins with, which are a folder's weights or drawn by the seed, and any adapters."""
+    """Return the params that a run begins with, and its adapters: the weights of a folder, or drawn by the seed."""
     if not settings.weights:
         return drawn_params(settings, mesh)
     types, places = stored_layout(settings, mesh)
@@ -102,7 +102,7 @@ def split_frozen(settings: Settings, params: dict) -> tuple[dict, dict]:
 
 
 def with_adapters(params: dict, settings: Settings, mesh) -> dict:
-    """Return a run's params with its adapters, if it has any, merged into the weights, typed as before."""
+    """Merge a run's adapters, if it has any, into its weights; return params of the same types."""
     if settings.adapters is None:
         return params
     frozen, own = split_frozen(settings, params)
@@ -194,7 +194,7 @@ def move_biases(params: dict, state: dict, loads: Mapping, rate: float) -> tuple
         }
         return held | own
 
-    if "rest" in state:  # Muon's, whose other leaves have a state of their own
+    if "rest" in state:  # Muon's state, in which the other leaves have a separate one
         params, rest = move_biases(params, state["rest"], loads, rate)
         return params, state | {"rest": rest}
     if "master" not in state:

@@ -38,8 +38,8 @@ ENDLESS = 1 << 62
 class Loops(NamedTuple):
     """The lengths of a step's loops.
 
-    They are the layers, the microbatches, the stages, of which the rank is at `stage`, the receives that it posts
-    ahead, the experts of a rank and the chunks of the loss.
+    They are the layers, the microbatches, the stages, the receives that the rank posts ahead, the experts of a rank and
+    the chunks of the loss. The rank is at the stage `stage`.
     """
 
     layers: int
