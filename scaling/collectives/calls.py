@@ -252,9 +252,10 @@ def ragged_all_to_all(line: str, x: Tensor, sends: Sequence[int], receives: Sequ
     first block to the first rank along X, and so on, and gets rows in the order of the ranks that sent them, G. The
     ranks first tell each other the numbers of rows by the same line without the ragged dim, `n[G_X, E] -> n[G, E_X]`.
 
-    Ranks count in the order of the axes in the line. Cotangent: the reverse, with `sends`
-    and `receives` exchanged. The trace counts real bytes: sent is what leaves this rank; V is the size of the group
-    times the bytes that this rank holds, whose mean over the ranks is the whole array.
+    Ranks are numbered in the order of the axes in the line. Cotangent: the reverse, with `sends` and `receives`
+    exchanged. The trace counts the rows that are really sent: `wire_bytes` are the bytes that leave this rank. `nbytes`
+    (V) is the bytes of x on this rank times the number of ranks. The mean of V over the ranks is the whole array's
+    bytes.
 
     Raises:
         ShardingError: the line is not an AllToAll, or the counts do not fit x or, on a checked mesh, each other.

@@ -6,7 +6,7 @@ config, mesh)`. Start reading at `fsdp`, which is one page, and go on in this or
 
     one_device, data_parallel, zero, fsdp,
     tensor_parallel, fsdp_tp, pods      the book's listings: one layer's lines, and SPECS, the types of its params
-    stack, layers                       any listing over L layers, with gathers ahead of time and reductions late
+    stack, layers                       any listing over L layers, with prefetched gathers and deferred reductions
     pipeline, stage, channels           layers over pipeline stages, by a schedule of `scaling.schedules`
     context, expert                     attention over a split sequence; experts over an axis
     transformer                         all axes at once

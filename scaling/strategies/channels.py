@@ -4,8 +4,10 @@ Nothing relies on a transport's buffering: a send only keeps its tensor alive un
 posted several messages before it is needed, so that one is always in flight. Between two ranks, tensors of one kind are
 received in the order in which they were sent, which `scaling.schedules.simulator` checks.
 
-All messages of a run are alike, because each stage compares its result with `like`. Before the first message of a kind
-to another stage it reads a note of the kind of tensor that the receiver expects, so no buffer is filled in part.
+All messages of a run have the shape, dtype and device of `like`: a stage checks its result against it before it sends.
+Two stages could still differ in `like`. So a receiver first sends a *note*, a tensor that encodes the type, shape and
+dtype that it expects. The sender compares the note with its own `like` before its first message, and raises an error if
+they differ. Otherwise a shorter message would fill only a part of the receiver's buffer, without an error.
 
 - gloo matches messages by their tag, over the group of the pipeline axis; messages of another shape have other tags.
 - NCCL has no tags, and runs the queue of one communicator in order, so a posted receive would block the send behind
@@ -32,7 +34,8 @@ from scaling.spec import parse, refuse
 class Channels:
     """The transfers of one rank during one run of a schedule's program.
 
-    `like` has the shape of every message, and `ahead` receives are posted ahead on each channel.
+    `like` has the shape, dtype and device of every message. `ahead` receives are posted ahead on each channel, which is
+    a direction (activations forward, or gradients back) and a peer.
     """
 
     def __init__(
@@ -109,13 +112,13 @@ class Channels:
             refuse(f"{type(step).__name__} {self.spec}", what, rule, "convert In, or the stage's result (autocast?)")
 
     def send_note(self, step) -> None:
-        """Tell the sender of a channel, once, which kind of tensor this rank expects."""
+        """Send the note of what this rank expects to the sender of a channel, once for each kind of message."""
         if self.is_new(step):
             note = self.note.to(self.like.device)
             self.sends.append((dist.isend(note, **self.route(step, receive=True, note=True)), note))
 
     def read_note(self, step) -> None:
-        """Compare the first message on a channel with the note of its receiver."""
+        """Before the first message on a channel, receive its receiver's note, and raise an error if it differs."""
         if self.is_new(step):
             note = self.note.to(self.like.device, copy=True)
             arriving: Any = dist.irecv(note, **self.route(step, receive=False, note=True))
@@ -139,7 +142,10 @@ class Channels:
         self.sends = []
 
     def route(self, step, receive: bool, note: bool = False) -> dict:
-        """Return the arguments of isend or irecv: the group, the other rank and the tag. A note goes the other way."""
+        """Return the arguments of isend or irecv: the group, the other rank and the tag.
+
+        `receive`: Whether this rank receives the step's tensor. Its note then travels the other way, from this rank.
+        """
         activation = isinstance(step, (RecvActivation, SendActivation))
         end = "group_src" if receive is not note else "group_dst"
         if self.pairs is None:

@@ -119,8 +119,8 @@ def with_ends(
         out: A tree that receives the params' gradients, if they are sharded otherwise than the params.
         ahead: The receives that are posted ahead on each channel.
     """
-    pulled = loss if differentiated else _by_vjp(loss)
-    given = params, head, In, Target, mesh, schedule, pulled, stage or mlp(), axis
+    with_gradients = loss if differentiated else _by_vjp(loss)
+    given = params, head, In, Target, mesh, schedule, with_gradients, stage or mlp(), axis
     Loss, grads, dIns, dhead = interpret(*given, dtype, out=out, ahead=ahead)
     dIn = torch.cat(dIns) if dIns else In.new_zeros(()).expand(In.shape)  # zeros that take no memory
     if dhead is None:  # another rank has the last stage
@@ -131,12 +131,12 @@ def with_ends(
 def _by_vjp(loss: Callable) -> Callable:
     """Return a function that returns (terms, gradients of the head, dOut), from a loss that returns only terms."""
 
-    def pulled(head, Out, Target):
+    def with_gradients(head, Out, Target):
         terms, loss_vjp = vjp(lambda head, Out: loss(head, Out, Target), head, Out)
         dhead, dOut = loss_vjp(torch.ones_like(terms))
         return terms, tree.map(torch.clone, dhead), dOut
 
-    return pulled
+    return with_gradients
 
 
 def _without_head(loss: Callable) -> Callable:

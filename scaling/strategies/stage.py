@@ -20,7 +20,7 @@ class Stage(NamedTuple):
     """The functions that the executor (`scaling.strategies.pipeline`) calls; all of one chunk's layers.
 
     forward(chunk, In, mesh, m) -> (Out, saved)                 of microbatch m
-    backward_input(chunk, dOut, saved, mesh) -> (dIn, rest)     saved is used up; dIn is None from a first stage
+    backward_input(chunk, dOut, saved, mesh) -> (dIn, rest)     saved is emptied; dIn is None from a first stage
                                                    that makes its input itself, as an embedding
     backward_weight(chunk, rests, mesh) -> None    adds the gradients from the rests of one or several microbatches
                                                    to the chunk's
@@ -66,10 +66,8 @@ def of_strategy(
     def backward_weight(chunk, rests, mesh):
         for l in reversed(range(len(chunk.layers))):
             products = [rest.pop() for rest in rests]  # each is freed after its use
-            for grad, *some in zip(chunk.grads, *products, strict=True):
-                grad.accumulate(
-                    l, join_products(some)
-                )  # copies the products of several microbatches, one weight at a time
+            for grad, *several in zip(chunk.grads, *products, strict=True):  # it copies: one weight at a time
+                grad.accumulate(l, join_products(several))
 
     specs = {name: strategy.SPECS[name] for name in ("In", "Out")} | {name: str(t) for name, t in stacked.items()}
     return Stage(specs, forward, backward_input, backward_weight, prepare, Layers.result)

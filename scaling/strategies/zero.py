@@ -54,8 +54,8 @@ def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False,
 
 def scatter_grads(sums, mesh):
     """dW_in[D, F] {U_X}, dW_out[F, D] {U_X} -> `shards` of the sum, layer by layer."""
-    late = [reduce(dW_in, dW_out, mesh) for dW_in, dW_out in zip(sums["W_in"], sums["W_out"], strict=True)]
-    return {name: [wait(pair[i]) for pair in late] for i, name in enumerate(STRATEGY.weights)}
+    pending = [reduce(dW_in, dW_out, mesh) for dW_in, dW_out in zip(sums["W_in"], sums["W_out"], strict=True)]
+    return {name: [wait(pair[i]) for pair in pending] for i, name in enumerate(STRATEGY.weights)}
 
 
 def _shards(params, mesh):
@@ -76,24 +76,24 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
     """
     mine, state = optimizer.update(grads, state, _shards(params, mesh), donate=donate)
     new, L = params if donate else tree.map(torch.empty_like, params), len(params["W_in"])
-    count, under_way = layers_a_bucket(bucket_bytes, params), []
+    count, in_flight = layers_a_bucket(bucket_bytes, params), []
     for first in range(0, L, count):
-        if count == 1:  # directly into the results
-            places = new["W_in"][first], new["W_out"][first]
-            pending = gather(mine["W_in"][first], mine["W_out"][first], mesh, places[0], places[1])
+        if count == 1:  # straight into the results
+            slots = new["W_in"][first], new["W_out"][first]
+            pending = gather(mine["W_in"][first], mine["W_out"][first], mesh, slots[0], slots[1])
         else:
-            some = slice(first, first + count)
-            places = new["W_in"][some], new["W_out"][some]
-            pending = gather(torch.stack(mine["W_in"][some]), torch.stack(mine["W_out"][some]), mesh.stacked("L"))
-        under_way.append((places, pending))
-        if len(under_way) > 1:
-            _place(*under_way.pop(0))
-    _place(*under_way.pop())
+            bucket = slice(first, first + count)
+            slots = new["W_in"][bucket], new["W_out"][bucket]
+            pending = gather(torch.stack(mine["W_in"][bucket]), torch.stack(mine["W_out"][bucket]), mesh.stacked("L"))
+        in_flight.append((slots, pending))
+        if len(in_flight) > 1:
+            _place(*in_flight.pop(0))
+    _place(*in_flight.pop())
     return new, state
 
 
-def _place(places, pending):
+def _place(slots, pending):
     """Wait for pending params, and copy each to its slot in the result unless it was gathered into the slot."""
-    for into, W in zip(places, map(wait, pending), strict=True):
-        if W is not into:
-            into.copy_(W)
+    for slot, W in zip(slots, map(wait, pending), strict=True):
+        if W is not slot:
+            slot.copy_(W)

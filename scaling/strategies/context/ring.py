@@ -175,7 +175,7 @@ class Ring(NamedTuple):
             KV, of_keys = wait(KV), wait(of_keys)
 
     def follow(self, dKV: Tensor, hop: int) -> Any:
-        """Start to send the gradients of a block after the block itself, and after the last hop home."""
+        """Start to send a block's gradients to the next rank, where the block is; after the last hop, to its owner."""
         return self.send("dKV", dKV, 1 if hop < self.hops else -self.hops)
 
     def send(self, name: str, x: Tensor | None, hops: int = 1):

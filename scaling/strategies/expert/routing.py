@@ -122,7 +122,7 @@ def _layout(mesh, E: int, axis: ExpertAxes, tensor: ExpertAxes, spec: str | None
 
 
 class Routing(NamedTuple):
-    """The ranks and experts that this rank's n tokens go to: all that computing and recomputing the layer needs.
+    """The ranks and experts that this rank's n tokens go to, decided once and saved for the backward.
 
     Attributes:
         experts: int64[n, k], the choices of each token.
@@ -131,8 +131,9 @@ class Routing(NamedTuple):
         rows: The rows of this rank's choices.
         sends: How many rows this rank sends to each rank.
         receives: How many rows this rank receives from each rank.
-        counts: The rows of each expert that this rank holds, or one number if all have equally many.
-        order: The permutation from the order of arrival, by rank, to the experts' order. None if the rows arrive in it.
+        counts: The number of rows of each of this rank's experts; a single int if every expert has that many.
+        order: int64[R], the permutation from the order of arrival, by sending rank, to the order of this rank's
+            experts. None if the rows arrive in that order.
         back: The inverse of `order`.
     """
 
@@ -147,11 +148,11 @@ class Routing(NamedTuple):
     back: Tensor | None = None
 
     def by_expert(self, Row: Tensor) -> Tensor:
-        """Return the rows that arrived, by the group that sent them, in the order of this rank's experts."""
+        """Return Row[R, D], which is in the order of arrival, by sending rank, in the order of this rank's experts."""
         return Row if self.order is None else Row.index_select(0, self.order)
 
     def by_group(self, Row: Tensor) -> Tensor:
-        """Return the rows of this rank's experts in the order in which they arrived."""
+        """Return Row[R, D], which is in the order of this rank's experts, in the order of arrival."""
         return Row if self.back is None else Row.index_select(0, self.back)
 
 

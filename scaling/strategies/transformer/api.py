@@ -205,7 +205,11 @@ def cache_key(options: StepOptions, config: Config, params: Any, batch: Sequence
 
 
 def batch_of(step: TrainStep, tokens, targets, weights, segments, seed: int | None = None) -> LocalBatch:
-    """Return this rank's batch in the order of the form of attention, with weights that add up to `scale` over all."""
+    """Return this rank's LocalBatch, whose tokens are in the order that the form of attention needs.
+
+    A target that is `ignore_index` gets weight 0. With `mean`, weights are divided by their sum over the global batch.
+    All are then multiplied by `scale`. They are float32, or float64 if the params are.
+    """
     options, mesh, dtype = step.options, step.mesh, step.dtype
     w = (targets != options.ignore_index).to(torch.float32) if weights is None else weights
     w = w.to(torch.promote_types(dtype, torch.float32)) * (targets != options.ignore_index)
@@ -224,10 +228,16 @@ def in_form(x: Tensor, step: TrainStep) -> Tensor:
 
 
 def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, seed: int | None) -> list[Context]:
-    """Return a context for each microbatch of this rank's tokens [B_PXE, T_C], whose shape this is.
+    """Return the Context of each microbatch: how its tokens are rotated, masked and dropped.
 
-    The tokens' places in the batch and in the sequence depend on the form of attention over C. They decide how the
-    tokens are rotated, masked and dropped. `seed` is that of dropout; None drops nothing.
+    All three depend on the tokens' positions in the sequence, and so on the form of attention over C. Dropout depends
+    on their rows in the global batch as well.
+
+    Args:
+        step: The resolved step.
+        shape: The shape of this rank's tokens [B_PXE, T_C].
+        segments: The ids of packed documents, [B_PXE, T_C] in plain order, or None.
+        seed: The seed of dropout, or None to drop nothing.
     """
     config, mesh, form, M, (rows, t) = step.config, step.mesh, step.options.context, step.options.microbatches, shape
     split = mesh.sizes.get("C", 1) > 1

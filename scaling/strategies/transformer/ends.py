@@ -1,4 +1,6 @@
-"""The ends of a Transformer, its vocabulary split over Y (Part 5): embedding, and the loss with its backward by hand.
+"""The ends of a Transformer, outside its layers: the embedding, and the head with the loss (Part 5).
+
+The vocabulary is split over Y, and the backward is written by hand.
 
     x      [B, T_CY, D]  = rows of E[V_Y, D] for this rank's tokens, reduce-scattered over Y
     logits [R, V_Y]      = x[R, D] * U[D, V_Y]             of some rows R of the B T_C tokens at a time

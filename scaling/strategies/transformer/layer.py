@@ -4,16 +4,19 @@ Between the blocks the residual stream x[B_PXE, T_CY, D] is split along the sequ
 are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Weights come
 gathered over X. Axes that the mesh lacks drop out.
 
-The lines of a layer of experts, over E and their features over Y, are in `strategies.expert`. Its routing is decided
-once: it is saved under every policy, so a layer that is computed again never routes again. All policies but "block"
-keep the rows that came from other ranks.
+`experts` takes the place of `mlp` in a layer of experts. Its lines, with experts over E and features over Y, are in
+`strategies.expert`.
 
 Backward: every line is the transpose of one of the forward, from the last to the first, by the law of cotangents. A
 product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait. Here dW is computed
-while the ReduceScatter of dy is in flight. Weight gradients are left unreduced over the tokens' axes.
+while the ReduceScatter of dy is in flight. Weight gradients are left unreduced over the tokens' axes. Autograd
+differentiates only what has no weight matrix: softmax attention (`attend_vjp`), the mixing and the norm of a linear
+layer (`mix_vjp`, `norm_vjp`), and the weights of the chosen experts.
 
-The backward reads `saved`, two dicts of named values, of attention and of the MLP. Rematerialization (Part 4, "Gradient
-checkpointing") is a set of names that are not kept, and the same lines then compute them again.
+The backward reads `saved`, two dicts of named values: one of attention, one of the MLP or the experts.
+Rematerialization (Part 4, "Gradient checkpointing") is a set of names that are not kept; the same lines then compute
+them again. Every policy keeps "routing", so tokens are routed once. Every policy but "block" keeps the rows that the
+AllToAlls brought, "Row" and "Out", so they are sent once.
 """
 
 from typing import Any
@@ -63,7 +66,7 @@ REMAT = {  # the values that each policy does not keep for the backward; the fur
 
 def dropped(remat: str) -> frozenset[str]:
     """Return the names of `saved` that this policy does not keep."""
-    on_tape = "attend_vjp" not in REMAT[remat]  # which has them as attention's own operands
+    on_tape = "attend_vjp" not in REMAT[remat]  # then the saved vjp holds attention's operands
     return REMAT[remat] | ({"Q", "K", "V", "G", "KV"} if on_tape else set())
 
 

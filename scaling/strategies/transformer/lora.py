@@ -25,10 +25,16 @@ from scaling.spec import Spec, parse_line
 
 
 def adapted(gather: Callable, structure: Any, lora: Lora, leaves: Mapping[str, Leaf], types: Mapping) -> Callable:
-    """Return `gather(leaves, mesh)` for layers with adapters; `leaves` has the layers' rows of the table.
+    """Return `gather(leaves, mesh)` for layers with adapters: it gathers W + s A B, and returns s A and s B with it.
 
-    It adds the adapters to the stored shards before these are gathered. It also returns the adapters, times s, for
-    their gradients.
+    A B is added to the stored shards before these are gathered. The gradients of A and B need s A and s B.
+
+    Args:
+        gather: `gather(leaves, mesh)` without adapters.
+        structure: The tree of a layer's leaves, with "lora".
+        lora: The adapters.
+        leaves: {name: the row of `models.leaves`} of the matrices that have adapters.
+        types: The stored types of the layers' leaves, by name.
     """
     lines = {name: _product_line(str(types[name]), leaf.start) for name, leaf in leaves.items()}
 

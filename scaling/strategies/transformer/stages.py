@@ -45,11 +45,13 @@ def make_stage(
 ) -> tuple[Stage, list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Return the stage for `scaling.strategies.pipeline`, and three collections that its run fills.
 
-    The first collects the layers' extra terms, the second the gradients of the `dense` layers on the stage that runs
-    them, and the third the embedding's gradients on the first stage. If the schedule has weight halves, they compute
-    the gradients of weights that are products, and add up all gradients. The first stage embeds each microbatch when
-    its forward begins, so it never holds x or dx of the whole batch. With `reduce` "each" a layer's gradients are
-    reduced in the backward of each microbatch, but those of the embedding and unembedding once.
+    The first collects the experts' extra terms of the loss. The second gets the gradients of the `dense` layers, on the
+    stage that runs them. The third gets the embedding's gradients, on the first stage.
+
+    If the schedule splits the backward into halves, the weight half computes the deferred products dW = A^T dOut, and
+    adds all gradients to their sums. The first stage embeds each microbatch when its forward begins, so it never holds
+    x or dx of the whole batch. With `reduce_each` a layer's gradients are reduced in the backward of each microbatch,
+    but those of the embedding and unembedding once.
     """
     config, contexts, ranges = step.config, batch.contexts, layers_of(step.config, step.schedule)
     extras, of_dense, embedding, M = [], [], {}, len(batch.contexts)
@@ -141,7 +143,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
 
 
 def staged_params(params: dict) -> dict[str, Any]:
-    """Return the params that are split over stages: the layers, and their adapters if they have any."""
+    """Return the params whose dim L is split over stages: the layers', and their adapters' if they have any."""
     return {name: params[name] for name in ("layers", "lora") if name in params}
 
 
@@ -163,7 +165,7 @@ def stage_ends(params: dict, step: TrainStep) -> dict[str, Tensor]:
 
 
 def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep) -> dict[str, Tensor]:
-    """Reduce this stage's gradients of the ends, unreduced over what splits the tokens, and type them as the params."""
+    """Reduce this stage's gradients of the ends, unreduced over the axes of the tokens, to their stored types."""
     mesh, lines = step.mesh, step.lines
     done = moved_ends(total_leaves, moved_ends(scatter_leaves, dW, mesh, lines), mesh, lines)
     for name, stage in step.vocab_stages.items():
@@ -180,8 +182,8 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     """Run one microbatch forward, over Z one stage at a time.
 
     Returns:
-        The gathered ends that this stage uses; x[B_PXE, T_CY, D], which on the last stage is the model's; and the sum
-        of this stage's extra terms.
+        The gathered ends that this stage uses; x[B_PXE, T_CY, D], the last layer's result on the last stage; and the
+        sum of the extra terms of this stage's layers.
     """
     config, mesh, schedule, z = step.config, step.mesh, step.schedule, step.mesh.coord.get("Z", 0)
     tokens, (at,) = batch.tokens, batch.contexts
