@@ -192,5 +192,5 @@ def report_gap(record: dict, dtype: str) -> int:
     print(f"decode and trainer: log-probabilities differ by {record['gap_mean']:.3g} nats in the mean, "
           f"{record['gap_max']:.3g} at most (K3 {record['k3']:.3g})")  # fmt: skip
     if wrong:
-        print(f"that is more than {allowed:g}, what {dtype} rounds", file=sys.stderr)
+        print(f"that is more than {allowed:g}, the rounding of {dtype}", file=sys.stderr)
     return int(wrong)

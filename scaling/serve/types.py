@@ -77,9 +77,9 @@ def specs(config: Config, mesh=None, *, form: str = "heads", format: "str | Form
     heads_whole = KV_HEADS if config.K % mesh.sizes.get("Y", 1) else ()
 
     def one(name: str, leaf: Leaf) -> str:
-        gone = tuple("XYZ" if form != "2d" and "D_XYZ" in leaf.served else DROPPED[form])
+        dropped = tuple("XYZ" if form != "2d" and "D_XYZ" in leaf.served else DROPPED[form])
         whole = form == "experts" and {"E", "S"} & {*parse(leaf.served).dim_names}
-        spec = parse(without(leaf.served, (*gone, "Y") if whole or name in heads_whole else gone))
+        spec = parse(without(leaf.served, (*dropped, "Y") if whole or name in heads_whole else dropped))
         return str(present(spec.with_axes("E", experts_axis(mesh, form)) if spec.axes_of("E") else spec, mesh))
 
     types = types_of(config, one)

@@ -203,8 +203,8 @@ def leave_out(
         there |= {tuple(each) for each in still}
         held += [each for each in still if each not in held]
         out.append(replace(source, without=tuple((first, last) for first, last, _ in still if first < source.last)))
-    gone = len({*map(tuple, before)} - there)
-    return replace(train, sources=tuple(out)), held, gone
+    missing = len({*map(tuple, before)} - there)
+    return replace(train, sources=tuple(out)), held, missing
 
 
 def _digest_of_range(corpus: Corpus, first: int, last: int) -> list[Any]:

@@ -175,8 +175,8 @@ def plan_mesh(settings: Settings, ranks: int, args, given: list[str]) -> tuple[d
     own = [name for name in choose.OPEN if not choose.is_said(name, args.words)]
     found, refused = choose.choices(settings, ranks, chip(args.chip), backend, chosen=own)
     if not found:
-        said = "".join(f"  {why}\n" for why in refused[:8])
-        raise ValueError(f"no mesh suits\n{said}  fix: use another number of ranks, or give --mesh")
+        reasons = "".join(f"  {why}\n" for why in refused[:8])
+        raise ValueError(f"no mesh suits\n{reasons}  fix: use another number of ranks, or give --mesh")
     if first_rank():
         run = fold_command(f"run: {choose.command_line(given, found[0])}")
         print(f"{choose.table(found, refused)}\n{run}\n", flush=True)

@@ -218,11 +218,11 @@ def saved_leaves(folder, sums: Mapping[str, str] = NO_SUMS) -> dict[str, SavedLe
         what = f"{path}: there is no checkpoint of torch.distributed.checkpoint here"
         raise FileNotFoundError(f"{what}\n  fix: name the folder that dcp.save wrote")
     try:
-        said = _Restricted(io.BytesIO(path.read_bytes())).load()
-        leaves = {name: leaf for name, leaf in said.state_dict_metadata.items() if hasattr(leaf, "chunks")}
+        metadata = _Restricted(io.BytesIO(path.read_bytes())).load()
+        leaves = {name: leaf for name, leaf in metadata.state_dict_metadata.items() if hasattr(leaf, "chunks")}
         found = {name: SavedLeaf(_dtype(leaf.properties.state), [*leaf.size], []) for name, leaf in leaves.items()}
         shapes = {(name, chunk.offsets): chunk.sizes for name, leaf in leaves.items() for chunk in leaf.chunks}
-        for at, info in said.storage_data.items():
+        for at, info in metadata.storage_data.items():
             if at.fqn in found:
                 if getattr(info, "transform_descriptors", None):
                     raise ValueError(

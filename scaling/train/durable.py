@@ -78,13 +78,13 @@ def newest_first(folder: Path) -> list[int]:
 
 def stray_files(folder: Path) -> list[str]:
     """Return a warning for each file or folder that looks like a checkpoint's and is not."""
-    odd = [
+    warnings = [
         f"{path}: is no step's name, and is left alone" for path in folder.glob("step-*") if step_of(path.name) is None
     ]
     if (folder / LATEST).is_file() and (steps := step_numbers(folder)) and latest_named(folder, steps) is None:
         text = (folder / LATEST).read_bytes()[:40].decode(errors="replace")
-        odd.append(f"{folder / LATEST}: says {text!r}, which is no step here: the newest is step {steps[-1]}")
-    return odd
+        warnings.append(f"{folder / LATEST}: says {text!r}, which is no step here: the newest is step {steps[-1]}")
+    return warnings
 
 
 def point_at(folder: Path, step: int) -> None:

@@ -96,8 +96,8 @@ def check_startable(out: Path, settings: Settings) -> None:
         if any(out.glob("step-*")):
             raise already_begun_error(out)
         return
-    for odd in stray_files(out):
-        print(f"warning: {odd}", file=sys.stderr, flush=True)
+    for warning in stray_files(out):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     steps = resumable_steps(settings)
     step, before = first_readable_record(out, steps)
     if steps:

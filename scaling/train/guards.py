@@ -50,8 +50,8 @@ def check_same(typed: Sequence[tuple[str, Tensor, Spec]], mesh, step: int) -> No
     """
     hashes = gather_over_ranks(_on(mesh, [digest(leaf) for _, leaf, _ in typed]), mesh)
     for i, (where, _, spec) in enumerate(typed):
-        if odd := replica_mismatch(hashes[:, i].tolist(), spec, mesh):
-            ranks, axes = odd
+        if mismatch := replica_mismatch(hashes[:, i].tolist(), spec, mesh):
+            ranks, axes = mismatch
             who = f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
             raise ArithmeticError(
                 f"step {step}: {where}, {spec}, is replicated over {format_axes(axes)}, but {who} of {mesh.size()} "
@@ -184,16 +184,16 @@ def replica_mismatch(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[
     at = [mesh.coord_of(rank) for rank in range(mesh.size())]
     for rank, place in enumerate(at):
         blocks.setdefault(tuple(place[axis] for axis in spec.axes), []).append(rank)
-    odd: list[int] = []
+    differing: list[int] = []
     axes: set[str] = set()
     for ranks in blocks.values():
-        said = [hashes[rank] for rank in ranks]
-        usual = max(said, key=lambda h: (said.count(h), -said.index(h)))
+        found = [hashes[rank] for rank in ranks]
+        usual = max(found, key=lambda h: (found.count(h), -found.index(h)))
         wrong = [rank for rank in ranks if hashes[rank] != usual]
         for a in wrong:
             axes |= differing_axes([at[b] for b in ranks if hashes[b] == usual], at[a])
-        odd += wrong
-    return (sorted(odd), [axis for axis in mesh.sizes if axis in axes]) if odd else None
+        differing += wrong
+    return (sorted(differing), [axis for axis in mesh.sizes if axis in axes]) if differing else None
 
 
 def differing_axes(others: list[Mapping[str, int]], at: Mapping[str, int]) -> set[str]:

@@ -64,7 +64,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     held, start, before = load_or_init(settings, mesh, optimizer, specs, made_with, own)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     first = seen if begins_new_data(settings, before, made_with) else held["data"]["begun"]
-    train, made_with["held_out"], gone = leave_out(train, valid, before.get("held_out", []))
+    train, made_with["held_out"], missing = leave_out(train, valid, before.get("held_out", []))
     lr_at = rate(settings)
     step, result = make_step(settings, mesh, optimizer, frozen), {"step": start, "sequences": seen}
     rows, tokens = batch_slices(settings.batch, settings.seq, mesh)
@@ -79,8 +79,8 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
             point_at(out, start)
     progress.drop_after(start)
     wait_for_ranks(mesh)  # other ranks write into the folder after rank 0
-    if gone:
-        progress.warn("text that was held out is not where it was: it may be trained on now")
+    if missing:
+        progress.warn("text that was held out for validation has moved in the data, so the run may train on it now")
     for note in dict.fromkeys(note for held in valid for note in held.corpus.notes):
         progress.warn(note)
     flight = Flight(out, mesh.rank)
@@ -147,11 +147,11 @@ def load_or_init(
     """
     if steps := resumable_steps(settings):
         state, step, before = load_first_intact(settings, steps, made_with, specs, mesh)
-        said = [option_changes(before, made_with), rate_change(settings, before, step)]
+        notes = [option_changes(before, made_with), rate_change(settings, before, step)]
         if begins_new_data(settings, before, made_with):
-            said.append(f"a new epoch of other data: {changed_data(settings, before, made_with)}")
-        if mesh.rank == 0 and any(said):
-            print(f"from step {step + 1} on: {'; '.join(filter(None, said))}", flush=True)
+            notes.append(f"a new epoch of other data: {changed_data(settings, before, made_with)}")
+        if mesh.rank == 0 and any(notes):
+            print(f"from step {step + 1} on: {'; '.join(filter(None, notes))}", flush=True)
         return state, step, before
     params = initial_params(settings, mesh) if params is None else params
     data = {"sequences": 0, "begun": 0, "seed": settings.seed}
@@ -191,9 +191,9 @@ def load_first_intact(
         first = first or damage
         if failed.index(1) == mesh.rank:
             print(f"warning: step {step} is damaged: {damage.splitlines()[0]}", file=sys.stderr, flush=True)
-    said = first.splitlines()[0] if first else "another rank says why"
+    reason = first.splitlines()[0] if first else "another rank says why"
     raise ValueError(
-        f"{out}: no checkpoint of steps {', '.join(map(str, steps))} is whole: {said}\n"
+        f"{out}: no checkpoint of steps {', '.join(map(str, steps))} is whole: {reason}\n"
         "  fix: put the files back, or begin another run with another --out"
     )
 

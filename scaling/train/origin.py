@@ -183,7 +183,7 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
     """
     by, home = tokenizer_in(settings), out / MODEL
     path, place = Path(model), Path(settings.tokenizer)
-    said = {"model": model, "tokenizer": settings.tokenizer, "identity": by.identity}
+    options = {"model": model, "tokenizer": settings.tokenizer, "identity": by.identity}
     before = options_of(out) if (out / RUN).is_file() else {}
     kept = MODEL in (before.get("model"), before.get("tokenizer"))
     if (
@@ -195,10 +195,10 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
             (home / name).unlink(missing_ok=True)
         shutil.rmtree(home / TEMPLATES, ignore_errors=True)
     same = before.get("identity") == by.identity
-    said[NAME] = before[NAME] if same and NAME in before else short_name(by)
-    said |= {key: str(at and Path(at).resolve()) for key in PLACES if (at := getattr(settings, key)) is not None}
-    said["chip"] = str(Path(settings.chip).resolve()) if Path(settings.chip).is_file() else settings.chip
-    said["data"] = absolute_data(settings.data)
+    options[NAME] = before[NAME] if same and NAME in before else short_name(by)
+    options |= {key: str(at and Path(at).resolve()) for key in PLACES if (at := getattr(settings, key)) is not None}
+    options["chip"] = str(Path(settings.chip).resolve()) if Path(settings.chip).is_file() else settings.chip
+    options["data"] = absolute_data(settings.data)
     if path.exists() and path.resolve() != home.resolve():
         home.mkdir(parents=True, exist_ok=True)
         file = next((path / name for name in CONFIGS if (path / name).is_file()), path)
@@ -214,12 +214,12 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
         else:
             without_ends(home / f"config{file.suffix}")
     if path.exists():
-        said["model"] = MODEL
+        options["model"] = MODEL
     if by.identity not in ("", "bytes"):
         if place.resolve() not in (home.resolve(), (home / FILE).resolve()) and not (home / FILE).is_file():
             copy_companions(place, home)
-        said["tokenizer"] = MODEL
-    return said
+        options["tokenizer"] = MODEL
+    return options
 
 
 def short_name(by: Tokenizer) -> str:

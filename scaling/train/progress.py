@@ -72,7 +72,7 @@ class Progress:
             return
         for path in (Path(self.settings.out) / name for name in (METRICS, NORMS)):
             if junk := cut_records(path, step):
-                self.warn(f"{path}: {junk} of its lines were no records, and are left out")
+                self.warn(f"{path}: {junk} of its lines are not records, and were removed")
 
     def record(self, step: int, loss: float, norm: float, seconds: float, waited: float | None) -> dict:
         """Return the metrics of a step.

@@ -50,8 +50,8 @@ def record_of(settings: Settings) -> dict[str, Any]:
         found["base model"] = weights_digest(Path(settings.weights))
     if any(Path(name).suffix == ".jsonl" for source in found["data"] for name, *_ in source["files"]):
         template = None if settings.no_template or not by.folder else chat_template(by.folder)
-        said = template and json.dumps([dict(template.templates), template.tokens], sort_keys=True)
-        found["chat template"] = said and blake2b(said.encode(), digest_size=16).hexdigest()
+        templates = template and json.dumps([dict(template.templates), template.tokens], sort_keys=True)
+        found["chat template"] = templates and blake2b(templates.encode(), digest_size=16).hexdigest()
     return json.loads(json.dumps(found))
 
 
@@ -169,8 +169,8 @@ def rate_change(settings: Settings, before: Mapping[str, Any], step: int) -> str
         return ""
     asked = replace(settings, steps=there["steps"])
     was, becomes = (rate(each)(torch.tensor(step)).item() for each in (asked, settings))
-    said = f"the learning rate of step {step + 1} is {becomes:.3g}, where it was to be {was:.3g}"
-    return "" if was == becomes else f"{said}: --decay-steps {asked.steps} lets it fall as before"
+    change = f"the learning rate of step {step + 1} is {becomes:.3g}, where it was to be {was:.3g}"
+    return "" if was == becomes else f"{change}: --decay-steps {asked.steps} lets it fall as before"
 
 
 def _flag(option: str) -> str:
@@ -247,8 +247,8 @@ def _differing_files(before: list, now: list, path: str) -> list[str]:
     if len(before) == len(now) == 1:
         return [f"{path} has changed ({before[0][1]:,} bytes, now {now[0][1]:,})"]
     one, other = ({row[0]: row[1:] for row in rows} for rows in (before, now))
-    said = [f"{Path(path, name)} was added" for name in other if name not in one]
-    said += [f"{Path(path, name)} was removed" for name in one if name not in other]
+    changes = [f"{Path(path, name)} was added" for name in other if name not in one]
+    changes += [f"{Path(path, name)} was removed" for name in one if name not in other]
     changed = [name for name in one if name in other and one[name] != other[name]]
-    said += [f"{Path(path, name)} has changed ({one[name][0]:,} bytes, now {other[name][0]:,})" for name in changed]
-    return said or [f"the files of {path} are in another order"]
+    changes += [f"{Path(path, name)} has changed ({one[name][0]:,} bytes, now {other[name][0]:,})" for name in changed]
+    return changes or [f"the files of {path} are in another order"]

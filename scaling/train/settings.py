@@ -213,8 +213,8 @@ def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
     def at(count: Tensor) -> Tensor:
         up = ((count + 1) / max(1, s.warmup)).clamp(max=1.0)
         if s.schedule == "cosine":
-            gone = ((count - s.warmup) / max(1, end - s.warmup)).clamp(0.0, 1.0)
-            return s.lr * up * (0.1 + 0.45 * (1 + torch.cos(math.pi * gone)))
+            progress = ((count - s.warmup) / max(1, end - s.warmup)).clamp(0.0, 1.0)
+            return s.lr * up * (0.1 + 0.45 * (1 + torch.cos(math.pi * progress)))
         if s.schedule == "wsd":
             return s.lr * up * ((end - count) / tail).clamp(0.0, 1.0)
         return s.lr * up

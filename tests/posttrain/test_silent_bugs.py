@@ -53,7 +53,7 @@ BUGS = (
             "        ends"}}, "gap_max"),
     Bug("layers that arrive in another order", f"{MARIN}#236", {LOOP: {
         "tree.named_leaves(params)[where].detach()": "tree.named_leaves(params)[where].detach().flip(0)"}},
-        "more than 1e-09, what fp64 rounds", "--check --train-mesh X=2,Y=2"),
+        "more than 1e-09, the rounding of fp64", "--check --train-mesh X=2,Y=2"),
     Bug("adapters that are left out where weights are sent", "", {LOOP: {
         "        params = with_adapters(params, settings, meshes.train)": "        pass"}}, "gap_max", "--lora 2"),
     Bug("log-probabilities of a distribution cut by top-p, renormalized", "huggingface/trl#6789", {
