@@ -52,13 +52,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         paragraphs = [p.splitlines() for p in text.strip("\n").split("\n\n")]
         kept = [p if any(line.startswith("    ") for line in p) else [" ".join(map(str.strip, p))] for p in paragraphs]
         fill = partial(textwrap.fill, width=width, break_on_hyphens=False, break_long_words=False)
-        return "\n\n".join("\n".join(fill(line, subsequent_indent=_further_in(line)) for line in p) for p in kept)
 
+        def folded(line: str) -> str:
+            if line.startswith(("    python ", "    torchrun ")):
+                return fold_command(line, width)
+            return fill(line, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4) if line[:1] == " " else "")
 
-def _further_in(line: str) -> str:
-    """Return the indent that continues a line: four columns more if the line is indented, else none."""
-    indent = line[: len(line) - len(line.lstrip())]
-    return indent and indent + "    "
+        return "\n\n".join("\n".join(map(folded, p)) for p in kept)
 
 
 def width() -> int:
@@ -78,12 +78,12 @@ def fold(text: str, columns: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def fold_command(line: str) -> str:
+def fold_command(line: str, columns: int | None = None) -> str:
     """Continue a shell command that is too long on further lines that begin with an option."""
     first, *options = re.split(r" (?=--)", line)
-    lines = [first]
+    lines, columns = [first], columns or width()
     for option in options:
-        if len(lines[-1]) + len(option) + 3 <= width():
+        if len(lines[-1]) + len(option) + 3 <= columns:
             lines[-1] += f" {option}"
         else:
             lines.append(f"{' ' * (len(line) - len(line.lstrip()))}    {option}")
@@ -181,6 +181,13 @@ def whole_count(text: str) -> int:
             f"{math.ceil(value)}"
         )
     return int(value)
+
+
+def chip_count(text: str) -> int:
+    """Return a number of chips, at most a billion: planners try all its divisors."""
+    if (value := whole_count(text)) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is more than {LARGEST:,} chips; fix: give fewer")
+    return value
 
 
 def output(text: str) -> str:

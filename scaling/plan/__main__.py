@@ -15,6 +15,7 @@ from scaling.common.arguments import shortened
 from scaling.common.console import (
     DECIMAL,
     Parser,
+    chip_count,
     command,
     complain,
     complaining,
@@ -92,7 +93,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument("--chip", "--gpu", required=True, help=CHIPS)
-    parser.add_argument("--chips", "--gpus", required=True, type=whole_count, help="number of chips")
+    parser.add_argument("--chips", "--gpus", required=True, type=chip_count, help="number of chips")
     parser.add_argument(
         "--batch", type=whole_count, help="tokens per step; k, M and G are powers of two (default: sequences of 4M)"
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scaling.common.arguments import shortened, whole
-from scaling.common.console import Parser, complaining, integer, number, parse_count, significant, table, whole_count
+from scaling.common.console import Parser, chip_count, complaining, number, parse_count, significant, table, whole_count
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.hardware import CHIPS, Chip, Level, chip
@@ -179,7 +179,7 @@ def _parser() -> Parser:
     """Return the parser of the guide's arguments."""
     parser = Parser(prog="python -m scaling.plan guide", description=__doc__)
     parser.add_argument("--model", required=True, help=HELP)
-    parser.add_argument("--gpus", "--chips", type=integer(1), default=1, help="number of GPUs (default 1)")
+    parser.add_argument("--gpus", "--chips", type=chip_count, default=1, help="number of GPUs (default 1)")
     parser.add_argument("--gpu", "--chip", help=f"{CHIPS}; or give its --memory instead")
     parser.add_argument("--memory", type=quantity, help="memory of one GPU, such as 24GB")
     parser.add_argument(

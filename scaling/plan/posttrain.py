@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from scaling.common.arguments import whole
-from scaling.common.console import Parser, complain, complaining, integer, number, table, whole_count
+from scaling.common.console import Parser, chip_count, complain, complaining, integer, number, table, whole_count
 from scaling.configs import Config, get
 from scaling.configs.sources import HELP
 from scaling.hardware import CHIPS, Chip, chip
@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument("--chip", "--gpu", required=True, help=CHIPS)
     parser.add_argument(
-        "--chips", "--gpus", required=True, type=integer(1), help="number of chips of both sides together"
+        "--chips", "--gpus", required=True, type=chip_count, help="number of chips of both sides together"
     )
     parser.add_argument("--prompts", type=integer(1), default=64, help="prompts of a step (default 64)")
     parser.add_argument("--group", type=integer(1), default=8, help="answers to each prompt (default 8)")

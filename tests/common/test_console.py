@@ -229,6 +229,9 @@ def test_a_command_is_folded_before_options_and_stays_one_command():
     assert max(map(len, folded.splitlines())) <= 100
     assert shlex.split(folded.replace("\\\n", "")) == shlex.split(line)
     assert console.fold_command("run: python x.py --a 1") == "run: python x.py --a 1"
+    shown = console.Parser(prog="x", epilog="Examples:\n\n    " + line.strip() + "\n").format_help()
+    example = shown.partition("Examples:")[2].replace("\\\n", "")
+    assert shlex.split(example) == shlex.split(line)
 
 
 ROOT = Path(__file__).parents[2]

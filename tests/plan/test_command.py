@@ -122,7 +122,9 @@ serve --model llama3-70b --chip tpu-v5e --chips 16  0 Counted with 8,192 tokens 
 serve --model llama3-70b --chip 3090 --chips 2  1 nothing fits | fix: give --weights int4, which fits
 serve --model llama3-8b --chip h100 --chips 0  2 '0' is not a whole number of at least 1
 serve --model llama3-8b --chip h100 --chips -3  2 '-3' is not a whole number of at least 1
-serve --model llama3-8b --chip h100 --chips 1.5  2 '1.5' is not a whole number of at least 1
+serve --model llama3-8b --chip h100 --chips 1.5  2 '1.5' is 1.5, not a whole number; fix: give 1 or 2
+serve --model mixtral-8x7b --chip h100 --chips 1G  2 '1G' is more than 1,000,000,000 chips
+serve --model mixtral-8x7b --chip h100 --chips 1e9 --context 8192  0 250,000,000 x 4
 serve --model llama3-8b --chip h100 --batch 0  2 '0' is not a whole number of at least 1
 serve published --only gpt-9  2 nothing is called 'gpt-9'
 """

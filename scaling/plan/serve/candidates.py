@@ -16,6 +16,7 @@ from scaling.cost import decoding, serving
 from scaling.cost.memory import ROOM
 from scaling.cost.transformer import prefill_flops
 from scaling.hardware import Chip
+from scaling.plan.candidates import divisors
 from scaling.plan.serve.forecast import ENGINES, Forecast, first_token, likely_token, prompt_run
 from scaling.spec import dtype_bytes
 
@@ -241,8 +242,8 @@ def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str,
     The second axis of a form is a power of two; that of experts is any number that divides the chips. If it does not
     divide the experts, some are stored twice.
     """
-    for E in range(1, chips + 1 if experts > 1 else 2):
-        if chips % E == 0 and stored_experts(experts, E):
+    for E in divisors(chips) if experts > 1 else [1]:
+        if stored_experts(experts, E):
             sizes = (("Y", chips // E), *([("E", E)] if E > 1 else []))
             yield "heads", sizes
             if chips > E and stored_experts(experts, chips):  # without Y it is the same
@@ -268,8 +269,7 @@ def replica_shapes(chip: Chip, chips: int | None, most: int, replicas: int | Non
         return slice_shapes(chip, None, most)
     if replicas:
         return slice_shapes(chip, chips // replicas, most) if chips % replicas == 0 else []
-    counts = [n for n in range(1, chips + 1) if chips % n == 0]
-    return [shape for count in counts for shape in slice_shapes(chip, count, most)]
+    return [shape for count in divisors(chips) for shape in slice_shapes(chip, count, most)]
 
 
 def is_legal(one: ServingPlan) -> bool:

@@ -5,7 +5,7 @@ import math
 import sys
 from dataclasses import replace
 
-from scaling.common.console import SEEDS, Parser, complain, complaining, integer, number, whole_count
+from scaling.common.console import SEEDS, Parser, chip_count, complain, complaining, integer, number, whole_count
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost import decoding, serving
@@ -29,16 +29,16 @@ def _parser() -> Parser:
         description="Choose the slice, sharding form and batch to serve a model with, and say why (Parts 7 and 8)",
         epilog="Examples:\n\n"
         "    python -m scaling.plan serve --model llama3-70b --chip v5e --chips 256 --context 8192\n"
-        "    python -m scaling.plan serve --model llama3-70b --chip h100 --chips 32 --prompt 2000 --output 500 \\\n"
-        "        --weights fp8 --kv fp8 --compute fp8 --ttft 500 --tpot 30\n\n"
-        "Published serving figures beside these bounds: python -m scaling.plan serve published\n"
+        "    python -m scaling.plan serve --model llama3-70b --chip h100 --chips 32 --prompt 2000 --output 500 "
+        "--weights fp8 --kv fp8 --compute fp8 --ttft 500 --tpot 30\n\n"
+        "Published serving figures beside these bounds: python -m scaling.plan serve published\n\n"
         "The errors of forecasts, and their rates fitted again: python -m scaling.plan serve measured FILE\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or is fast enough; 2, an argument is wrong.",
     )
     parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument("--chip", "--gpu", required=True, help=CHIPS)
     parser.add_argument(
-        "--chips", "--gpus", type=integer(1), help="number of chips, of all replicas together (default: any)"
+        "--chips", "--gpus", type=chip_count, help="number of chips, of all replicas together (default: any)"
     )
     parser.add_argument(
         "--replicas", type=integer(1), help="number of instances that share the chips (default: the best)"
