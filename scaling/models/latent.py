@@ -58,7 +58,7 @@ def make_latents(W: dict, values: Values, at: Context) -> Values:
 
 
 def attend_latents(W: dict, values: Values, at: Context) -> Values:
-    """Add O[B_PXZE, T_C, N_Y, H], and its pullback, to the values of `make_latents`."""
+    """Add O[B_PXZE, T_C, N_Y, H] and "attend_vjp" to the values of `make_latents`."""
     values, latent = make_latents(W, values, at), cast(Any, at.config.latent)
     if "O" in values:
         return values

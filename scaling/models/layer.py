@@ -58,7 +58,7 @@ def used_gains(params: Any, config: Config) -> Any:
 
 
 def undifferentiated(f: Callable, *args: Any) -> tuple[Any, None]:
-    """Return f(*args) and None in place of its pullback."""
+    """Return f(*args), and None in place of its vjp."""
     return f(*args), None
 
 
@@ -75,7 +75,7 @@ class Context(NamedTuple):
         drop: drop(x, branch, layer=l): x[B_PXE, T_CY, D], which a branch is about to add to the stream, with some
             elements dropped.
         slots: While serving, the slots of the new tokens in the cache.
-        vjp: vjp(f, *args) -> (f(*args), its pullback, or None where nothing is differentiated by hand).
+        vjp: vjp(f, *args) -> (f(*args), vjp_fn), as `pointwise.vjp`; None for vjp_fn if no backward follows.
         einsum: einsum(line, x, W), which computes the products with weights.
         norm: norm(x, gain, eps) -> (the normed x, the statistic that its derivative needs).
         learned: Places[B_PXE, T_CY] of this rank's tokens in the table of learned positions, if the model has one.
@@ -196,10 +196,10 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
 
 
 def attend_heads(W: dict, values: Values, at: Context) -> Values:
-    """Compute O[B_PXZE, T_C, N_Y, H] from y[B_PXZE, T_C, D] in `values`; return the values with it and its pullback.
+    """Compute O[B_PXZE, T_C, N_Y, H] from y[B_PXZE, T_C, D] in `values`; return them with O and "attend_vjp".
 
-    The pullback returns the gradients of the leaves of `HEAD_LEAVES` by name, {U_PXEC}, dQ, dK and dV, and in a model
-    with gates that of their product.
+    attend_vjp(dO) returns ({name: gradient {U_PXEC}} of the leaves in `HEAD_LEAVES`, dQ, dK, dV), and in a model with
+    gates dG as well.
     """
     if "O" in values:
         return values

@@ -40,8 +40,9 @@ EPS = 1e-6  # added to the square of a query's or key's length
 def attend_linear(W: dict, values: Values, at: Context) -> Values:
     """Compute O[B_PXZE, T_C, n_Y, v] from y[B_PXZE, T_C, D] in `values`; return the values with it.
 
-    They also get the arrays that backward and serving need. If the values lack "tail" and "S", the rank before sends
-    them. "S_out" is the state after the last token.
+    They also get the arrays that backward and serving need: "S_out" is the state after the last token, and "mix_vjp"
+    and "norm_vjp" differentiate `mix` and the gated norm. If the values lack "tail" and "S", the rank before sends
+    them.
     """
     if "O" in values:
         return values

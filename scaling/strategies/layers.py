@@ -31,7 +31,7 @@ class Gradient:
     A backward calls `accumulate` for each layer from the last to the first, `take` to hand unreduced gradients to a
     reduction, `keep_reduced` with the reduction's result, and `reduced_stack` at the end. Unreduced gradients are
     written into one tensor [L, ...] if they fit into `out`, or if the sums are the result (`never`). Otherwise each
-    layer's gradient is a tensor of its own, which is freed once it has been reduced.
+    layer's gradient is a separate tensor, which is freed once it has been reduced.
 
     Attributes:
         name: The leaf's name, for errors.

@@ -209,7 +209,7 @@ def interpret(
         mesh: The mesh.
         schedule: The schedule.
         loss: `loss(head, Out, Target) -> (terms, gradients of the head, dOut)` of a microbatch. The gradients are new
-            tensors, in which those of later microbatches are added up.
+            tensors, to which later microbatches' are added.
         stage: The stage's functions.
         axis: The pipeline axis.
         dtype: The dtype of the gradients, if not the params'.

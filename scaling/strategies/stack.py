@@ -217,8 +217,8 @@ class Strategy:
             reduce: Whether to reduce the gradients. If not, the unreduced sums are returned, as the `partial` of the
                 next microbatch. The last microbatch reduces them.
             donate: Whether `saved` may be emptied: each layer's activations are freed once they have been used.
-            bucket_bytes: Gradients of as many layers as fit into a bucket are reduced together; at 0, those of one
-                layer.
+            bucket_bytes: Gradients of as many layers as fit into a bucket are reduced together; at 0, each layer's
+                alone.
 
         Raises:
             ValueError: `saved` does not belong to these layers.

@@ -225,7 +225,7 @@ def sum_by_expert(Row: Tensor, counts: Sequence[int] | None) -> Tensor:
 
 
 def shared_forward(W: dict, y: Tensor, config: Config, at: ExpertLayout, product: Callable) -> tuple[Tensor, Values]:
-    """y[R, D] -> (Out[R, D] {U_Y} of the experts that every token passes, what the backward reads)."""
+    """y[R, D] -> (Out[R, D] {U_Y} of the experts that every token passes, the values to save)."""
     N, Y, U = at.N, at.Y, at.U
     s = activate_rows(W, {"Row": y}, config, None, product, N, Y)
     Out = product(f"Act[R{N}, F{Y}] * W_out[F{Y}, D] -> Out[R{N}, D]{U}", s["Act"], W["W_out"])

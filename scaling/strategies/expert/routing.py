@@ -66,7 +66,7 @@ class ExpertLayout(NamedTuple):
         Y: The subscript of F's axes.
         U: The mark of partial sums over F, such as " {U_Y}", or "" if F is whole.
         N: The subscript of the axes that split the tokens.
-        R: The subscript of those that split the rows of one expert.
+        R: The subscript of the axes that split the rows of one expert.
         BT: The dims B and T, with their axes.
         BT_Y: The dims B and T, with T split over F's axes as well.
     """

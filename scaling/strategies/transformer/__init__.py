@@ -7,7 +7,7 @@ walk of a debugger through these files; to read them, start at `api.loss_and_gra
     api      the calls: their options, and this rank's tokens
     step     the call resolved for one mesh, and checked once: a `TrainStep`; types has the leaves' types
     layers   the layers run, forward and back: how weights come and gradients go
-    ends     what is outside the layers: the embedding, and the head with the loss; the vocabulary over Y
+    ends     the params outside the layers: embedding, and head with the loss; the vocabulary over Y
     layer    one layer's typed lines, forward and backward; some models have theirs in models.latent, models.linear
     stages   the layers over Z, under any schedule
     lora     adapters beside frozen weights

@@ -248,16 +248,16 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     attend = partial(padded, attend) if config.latent else attend
     attend = partial(attend, cap=config.score_cap) if config.score_cap is not None else attend
     none: list[Any] = [None] * M
-    documents, ids, samples = none, none, none
+    restarts, ids, samples = none, none, none
     dropping: dict[str, Any] = {}
     tables = rope(places) if segments is None else ()
     if segments is not None:
         restart = restarted(all_gather("s[B_PXE, T_C] -> s[B_PXE, T]", segments, mesh))
         restart = collectives.shard("s[B_PXE, T] -> s[B_PXE, T_C]", restart, mesh)
-        documents, ids = in_form(restart.contiguous(), step).chunk(M), in_form(segments, step).chunk(M)
+        restarts, ids = in_form(restart.contiguous(), step).chunk(M), in_form(segments, step).chunk(M)
     if config.dropout and seed is not None:
-        every = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
-        samples = tree.shard(every, present("s[B_PXE]", mesh), mesh).chunk(M)
+        samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
+        samples = tree.shard(samples, present("s[B_PXE]", mesh), mesh).chunk(M)
         dropping = {
             "rate": config.dropout,
             "seed": seed,
@@ -269,21 +269,21 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         given["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
     contexts = []
 
-    def masks(window: int | None, here: Tensor, segments: Tensor | None) -> dict[str, Any]:
+    def masks(window: int | None, positions: Tensor, segments: Tensor | None) -> dict[str, Any]:
         if config.chunked:
-            window, segments = in_chunks(window, t * mesh.sizes.get("C", 1), places, here, segments)
+            window, segments = in_chunks(window, t * mesh.sizes.get("C", 1), places, positions, segments)
         if split:
             return {"window": window, "segments": None if segments is None else segments.expand(rows // M, -1)}
         scored = config.score_cap is not None or config.sinks
         return {"mask": shared_mask(window, t, segments, step.dtype, mesh.device, scored)}
 
-    for own, segment, some in zip(documents, ids, samples, strict=True):
-        here = places if own is None else own
-        drop = all_kept if some is None else partial(dropout, samples=some, **dropping)
-        own_masks = partial(masks, here=here, segments=segment)
-        at = Context(config, step.inside, tables or rope(here), attend, drop, own_masks, **given)
+    for restart, segment, sample_rows in zip(restarts, ids, samples, strict=True):
+        positions = places if restart is None else restart  # which begin anew in each document
+        drop = all_kept if sample_rows is None else partial(dropout, samples=sample_rows, **dropping)
+        with_segments = partial(masks, positions=positions, segments=segment)
+        at = Context(config, step.inside, tables or rope(positions), attend, drop, with_segments, **given)
         if config.learned_positions:
-            each = here.expand(rows // M, -1).contiguous()
-            at = at._replace(learned=tree.shard(each, present("p[B, T_Y]", mesh), mesh))
-        contexts.append(at._replace(places=own))
+            learned = positions.expand(rows // M, -1).contiguous()
+            at = at._replace(learned=tree.shard(learned, present("p[B, T_Y]", mesh), mesh))
+        contexts.append(at._replace(places=restart))
     return contexts

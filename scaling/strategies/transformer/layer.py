@@ -10,8 +10,8 @@ gathered over X. Axes that the mesh lacks drop out.
 Backward: every line is the transpose of one of the forward, from the last to the first, by the law of cotangents. A
 product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait. Here dW is computed
 while the ReduceScatter of dy is in flight. Weight gradients are left unreduced over the tokens' axes. Autograd
-differentiates only what has no weight matrix: softmax attention (`attend_vjp`), the mixing and the norm of a linear
-layer (`mix_vjp`, `norm_vjp`), and the weights of the chosen experts.
+differentiates three things without a weight matrix: softmax attention (`attend_vjp`), the mixing and the norm of a
+linear layer (`mix_vjp`, `norm_vjp`), and the weights of the chosen experts.
 
 The backward reads `saved`, two dicts of named values: one of attention, one of the MLP or the experts.
 Rematerialization (Part 4, "Gradient checkpointing") is a set of names that are not kept; the same lines then compute

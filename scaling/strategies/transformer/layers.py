@@ -285,7 +285,7 @@ class LayerGroup:
         return self.below.run_backward(dx, kept, at, scale, reduces, rest) if self.below else dx
 
     def reduce_all(self) -> None:
-        """Start to reduce the gradients of all layers, unless those of each microbatch have been reduced."""
+        """Start to reduce the gradients of all layers, unless each microbatch's have been reduced."""
         if self.step.reduce_each:
             return
         self.engine.reduce_all()

@@ -51,7 +51,7 @@ def make_stage(
     If the schedule splits the backward into halves, the weight half computes the deferred products dW = A^T dOut, and
     adds all gradients to their sums. The first stage embeds each microbatch when its forward begins, so it never holds
     x or dx of the whole batch. With `reduce_each` a layer's gradients are reduced in the backward of each microbatch,
-    but those of the embedding and unembedding once.
+    while the embedding's and the unembedding's are reduced once.
     """
     config, contexts, ranges = step.config, batch.contexts, layers_of(step.config, step.schedule)
     extras, of_dense, embedding, M = [], [], {}, len(batch.contexts)
