@@ -102,8 +102,11 @@ def beside_state(
     forward, back = (gathered + moment for moment in moments_of_layer(job, c, l))
     loss = _loss(job, c, l)
     embedding = (4 * (grad > 0) + grad * (grad < 4)) * first  # its gradient in fp32, and in the dtype of gradients
+    largest = (1 - w.up) * np.maximum(dense - w.projections / l.tensor, experts)  # of a layer's leaves
     flying = np.where(sharded & np.logical_not(once), whole / layers, 0.0)  # a layer's gradients, whole, are scattered
+    later = back + flying  # of all layers but the last: the gradients of the layer above are being scattered
     new = gathered + act * (grad > 0) * (dense + experts) + flying + 2 * c.tokens * w.D / l.tensor * act
+    new = np.maximum.reduce([new, later, new + flying - 2 * act * (dense + experts) + act * largest])
     sums = np.where(once | np.logical_not(sharded), whole, own)  # of the microbatches before
     ends = grad * np.where(sharded & np.logical_not(once), both / X, both)
 
@@ -114,11 +117,14 @@ def beside_state(
         sums + flying + embedding + left + act * c.tokens * w.D / l.tensor,
         one + np.maximum(loss, forward) + table * last,
     ])  # fmt: skip
-    added = np.maximum(
-        activations + back + sums + np.where(M > 2, ends + table * both, left + grad * first * (not w.tied)),
-        one + np.maximum(loss, forward) + sums + ends + table * last,
+    waiting = np.where(
+        M > 2, ends + table * both + left * w.tied * np.logical_not(once), left + grad * first * (not w.tied)
     )
-    largest = (1 - w.up) * np.maximum(dense - w.projections / l.tensor, experts)  # of a layer's leaves
+    added = np.maximum.reduce([
+        activations + back + sums + waiting,
+        activations - layer + new + sums + waiting,
+        one + np.maximum(loss, forward) + sums + ends + table * last,
+    ])  # fmt: skip
     stacked = own + grad * both / X + grad * layers * largest / np.where(experts > 0, XE, X)
     single = np.maximum(stacked, np.where(M == 1, alone, added))
 
