@@ -181,8 +181,8 @@ class Layers:
         self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, the result of `reduce`)
         self.in_flight_slow: list[tuple[int, int, Any, Any]] = []  # (first, end, mesh, the result of `reduce_slow`)
 
-    def weights(self, l: int, back: bool = False) -> Any:
-        """Start to gather the weights of layer l; return them, pending, or None if there is no such layer."""
+    def start_gather(self, l: int, back: bool = False) -> Any:
+        """Start to gather the weights of layer l and return them, pending; None if there is no such layer."""
         if not 0 <= l < len(self.layers):
             return None
         if self.held is not None and l in self.held:
@@ -190,26 +190,26 @@ class Layers:
         gather = self.gather_back if back and self.gather_back else self.gather
         return self.layers[l] if gather is None else gather(self.layers[l], self.mesh)
 
-    def waited(self, l: int, pending) -> Any:
+    def finish_gather(self, l: int, pending) -> Any:
         """Wait for layer l's gathered weights and return them."""
-        W = pending if self.gather is None else arrived(pending)
+        W = pending if self.gather is None else wait_leaves(pending)
         if self.held is not None:
             self.held[l] = W
         return W
 
-    def gathered(self) -> "Layers":
+    def gather_all(self) -> "Layers":
         """Gather and keep the weights of all layers; return self."""
-        for l, pending in enumerate([self.weights(l) for l in range(len(self.layers))]):
-            self.waited(l, pending)
+        for l, pending in enumerate([self.start_gather(l) for l in range(len(self.layers))]):
+            self.finish_gather(l, pending)
         return self
 
     def forward(self, x, layer: Callable) -> tuple[Any, list]:
         """Run x through all layers by `layer(l, W, x) -> (x, saved)`; return x and the arrays that each layer saved."""
-        kept, coming = [], self.weights(0)
+        kept, prefetched = [], self.start_gather(0)
         for l in range(len(self.layers)):
-            W = coming  # the weights of the layer before are freed
-            coming = self.weights(l + 1)  # the next gather starts before this one is waited for
-            W = self.waited(l, W)
+            W = prefetched  # the weights of the layer before are freed
+            prefetched = self.start_gather(l + 1)  # the next gather starts before this one is waited for
+            W = self.finish_gather(l, W)
             x, saved = layer(l, W, x)
             kept.append(saved)
         return x, kept
@@ -225,11 +225,11 @@ class Layers:
             reduces: Whether this backward starts to reduce the sums: in the last microbatch, or in each.
             donate: Whether `kept` may be emptied.
         """
-        add, coming = add or partial(self.add, reduces=reduces), self.weights(len(self.layers) - 1, back=True)
+        add, prefetched = add or partial(self.add, reduces=reduces), self.start_gather(len(self.layers) - 1, back=True)
         for l in reversed(range(len(self.layers))):
-            W = coming
-            coming = self.weights(l - 1, back=True)
-            W = self.waited(l, W)
+            W = prefetched
+            prefetched = self.start_gather(l - 1, back=True)
+            W = self.finish_gather(l, W)
             saved = kept.pop() if donate else kept[l]
             dx, dW = layer(l, W, dx, saved)
             del W, saved
@@ -274,7 +274,7 @@ class Layers:
         """Wait for the reductions in flight; keep their results, or start to reduce them over the slow axis."""
         while self.in_flight:
             first, end, mesh, pending = self.in_flight.pop(0)
-            dW = arrived(pending)
+            dW = wait_leaves(pending)
             if self.reduce_slow is not None:
                 self.in_flight_slow.append((first, end, mesh, self.reduce_slow(dW, mesh)))
                 continue
@@ -289,7 +289,7 @@ class Layers:
         return [*map(Gradient.reduced_stack, self.grads)]
 
 
-def arrived(pending: Any) -> list[Tensor]:
+def wait_leaves(pending: Any) -> list[Tensor]:
     """Wait for the leaves of a layer, in separate messages or in one, and return them."""
     return [*map(wait, pending)] if isinstance(pending, (list, tuple)) else pending.wait()
 

@@ -53,7 +53,7 @@ def of_strategy(
     def prepare(params, mesh, s, out):
         out = [out[name] for name in strategy.weights]
         given = {"names": strategy.weights, "out": out, "keep_weights": True, "reduce_when": "end"}
-        return strategy.layers(params, mesh, **given).gathered()
+        return strategy.layers(params, mesh, **given).gather_all()
 
     def forward(chunk, In, mesh, m):
         return chunk.forward(In, partial(strategy.one_forward, mesh, block, residual))

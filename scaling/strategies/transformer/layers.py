@@ -97,7 +97,7 @@ def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]
     return [*map(wait, start_leaves(reduced_in_place, "total", dW, mesh, lines))]
 
 
-def moved_ends(move: Callable, params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
+def move_ends(move: Callable, params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
     """Return the params outside the layers, or gradients of some, after a `move` of leaves, one of those above."""
     ends = dict(params)
     for stack in STACKS:
@@ -339,7 +339,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
-    ends = moved_ends(gather_leaves, params, mesh, step.lines)
+    ends = move_ends(gather_leaves, params, mesh, step.lines)
     layers = group_layers(step, params)
     after_all = step.options.zero == 1 and not step.reduce_each  # ZeRO-1 reduces after the last backward
     losses, dends, scattered, size = [], {}, {}, len(ends["embed"])
@@ -363,16 +363,16 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
             for name in ("embed", "positions"):  # the first layer's input adds to these
                 if name in dends:
                     first[name] = dends.pop(name)
-            add_by_name(scattered, moved_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
+            add_by_name(scattered, move_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
             dends = first  # no name holds the others' whole gradients
         dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not after_all)
         if not lora:
             add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
         if reduces:
-            add_by_name(scattered, moved_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
+            add_by_name(scattered, move_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
             dends.clear()
     if after_all:
         layers.reduce_all()
-    grads, found = moved_ends(total_leaves, scattered, mesh, step.lines), layers.gradients()
+    grads, found = move_ends(total_leaves, scattered, mesh, step.lines), layers.gradients()
     grads |= {"lora": found} if lora else found
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads

@@ -32,7 +32,7 @@ from scaling.strategies.transformer.layers import (
     gather_leaves,
     group_layers,
     group_stage,
-    moved_ends,
+    move_ends,
     scatter_leaves,
     total_leaves,
 )
@@ -161,13 +161,13 @@ def stage_ends(params: dict, step: TrainStep) -> dict[str, Tensor]:
         coming[name] = gather(line, params[name], mesh, root=stage, async_op=True)
     held = params | tree.map(wait, coming)
     local = {name: W for name, W in held.items() if vocab_stages.get(name, z) == z}
-    return moved_ends(gather_leaves, local, mesh, step.lines)
+    return move_ends(gather_leaves, local, mesh, step.lines)
 
 
 def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep) -> dict[str, Tensor]:
     """Reduce this stage's gradients of the ends, unreduced over the axes of the tokens, to their stored types."""
     mesh, lines = step.mesh, step.lines
-    done = moved_ends(total_leaves, moved_ends(scatter_leaves, dW, mesh, lines), mesh, lines)
+    done = move_ends(total_leaves, move_ends(scatter_leaves, dW, mesh, lines), mesh, lines)
     for name, stage in step.vocab_stages.items():
         there = parse(type_on_stage(step.reduced[name]))
         if name not in done:
