@@ -32,16 +32,23 @@ from scaling.spec import Spec, parse_line
 class LocalProduct(NamedTuple):
     """A prepared line, as constants that a compiler can keep in its graph.
 
-    The first fields describe the operands. `dims` is the number of dims of each (-1: there is no b). `shared`
-    has (position in a, position in b) of each dim that both have, `numbers` (operand, position, size, whether it is
-    split) of each dim that is a number, and `result` (operand, position) of each dim of the result. `is_view` says
-    whether torch.einsum would return a view of the operand.
+    A line may be a product of two matrices whose rows, columns and summed dims are groups of adjacent dims. The fields
+    from `rows` on describe it. In any other line `summed` is 0, and torch.einsum computes `equation`.
 
-    The others describe a product of two matrices, whose rows and columns are groups of adjacent dims. `rows` is the
-    number of dims of a that are rows of the result, and `summed` the number that are summed over. a is [rows, summed],
-    or transposed unless `plain_a`; b is [summed, columns], or transposed unless `plain_b`; the result is
-    [rows, columns] if `ahead`, or else transposed. `two`: the operands have two dims. In a line that is no such product
-    `summed` is 0, and torch.einsum computes `equation`.
+    Attributes:
+        line: The line.
+        equation: The line as an equation of torch.einsum.
+        dims: The number of dims of a and of b; -1 if there is no b.
+        shared: (position in a, position in b) of each dim that both have.
+        numbers: (operand, position, size, whether it is split) of each dim whose name is a number.
+        result: (operand, position) of each dim of the result.
+        is_view: Whether torch.einsum would return a view of the operand.
+        rows: The number of dims of a that are rows of the result.
+        summed: The number of dims that are summed over.
+        plain_a: Whether a is [rows, summed], not its transpose.
+        plain_b: Whether b is [summed, columns], not its transpose.
+        ahead: Whether the result is [rows, columns], not its transpose.
+        two: Whether both operands have two dims.
     """
 
     line: str

@@ -21,14 +21,29 @@ from scaling.trace import Event, now
 class Op(NamedTuple):
     """One collective over one group, as constants that a compiler can keep in its graph.
 
-    `dim` grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to` is the dim that an
-    AllToAll splits. `pairs` are a CollectivePermute's (source, target) blocks, and `root` is the block of the root.
-    `by` says how partial values are combined: "sum", "mean", "max" or "min". `line` has the types before and after.
-    `checked` says whether the ranks compare their calls first. `sends` and `receives` are, for a Ragged op, the rows of
-    `dim` to and from each block. `sliced` says whether its types are those of a slice of the mesh (`mesh.sliced`).
+    A block is the part of the array that belongs to one rank of the group. Blocks are numbered by the axes of the type.
 
-    The last fields describe the operand of a line: the number of `dims`, the dim that must divide (`splits`), and
-    (position, size) of the dims that are `numbers`.
+    Attributes:
+        kind: The collective.
+        group: The name of the process group.
+        size: The number of ranks in the group.
+        index: This rank's block.
+        backend: The group's backend.
+        order: The block of each member of the process group; () if members are in the order of the blocks.
+        dim: The dim that grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter).
+        to: The dim that an AllToAll splits.
+        pairs: A CollectivePermute's (source, target) blocks.
+        root: The root's block.
+        by: How partial values are combined: "sum", "mean", "max" or "min".
+        axes: The mesh axes of the group.
+        line: The types before and after.
+        checked: Whether the ranks compare their calls first.
+        sends: In a ragged AllToAll, the number of rows to each block.
+        receives: In a ragged AllToAll, the number of rows from each block.
+        sliced: Whether the types are those of a slice of the mesh (`mesh.sliced`).
+        dims: The number of dims of the operand.
+        splits: The operand's dim whose size the group's size must divide, or None.
+        numbers: (position, size) of each of the operand's dims whose name is a number.
     """
 
     kind: str
