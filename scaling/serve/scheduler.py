@@ -100,7 +100,7 @@ def refusal(request: Request, options: Options) -> str | None:
     """Return why a request can never be served, or None if it can."""
     for name, kind, of in (("prompt", tuple, Integral), ("stop", frozenset, Integral), ("stops", tuple, str)):
         value = getattr(request, name)
-        if not isinstance(value, kind) or not all(isinstance(one, of) for one in value):
+        if not isinstance(value, kind) or not all(issubclass(each, of) for each in dict.fromkeys(map(type, value))):
             return f"{name}={value!r:.40}, which must be a {kind.__name__} of {WORDS[of].removeprefix('a ')}s"
     if not request.prompt:
         return "an empty prompt"
@@ -283,10 +283,11 @@ def _work(state: State, id: int, count: int) -> Work:
     if not wanted and len(state.live[id].out) + 1 < state.live[id].request.max_new_tokens:
         _has_pages(state, id, count + 1)
     live = state.live[id]
-    tokens, end = live.tokens, live.computed + count
-    before, new = tokens[: live.computed] if wanted else (), tokens[live.computed : end]
+    end, past = live.computed + count, live.computed - len(live.request.prompt)
+    new = live.out[past : past + count] if past >= 0 else live.tokens[live.computed : end]  # a prompt may be long
+    before = live.tokens[: live.computed] if wanted else ()
     return Work(
-        live.request, live.computed, new, live.pages, end == len(tokens), wanted, before,
+        live.request, live.computed, new, live.pages, end == live.length, wanted, before,
         live.group, live.slot, live.window_pages,
     )  # fmt: skip
 

@@ -104,6 +104,9 @@ serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --rate 4 
     0 Simulated as forecast: 8 requests, 4 a second, interleaved on one slice
 serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --requests 8 --policy interleaved --rate 400
     0 such plans would serve 400
+serve --model llama3-8b --chip h100 --chips 8 --context 1M --output 1 --rate 1e6 --requests 1
+    0 1,000,000 a second | such plans would serve 1,000,000
+    | 4,449,874 | 0.0151 tokens/s; TTFT p50 66,247 ms, p95 66,247 ms the plan
 serve --model llama3-70b --chip v5e --context 8192 --latency 1  1 nothing is fast enough: the fastest step is
 serve --model llama3-70b --chip v5e --context 8192 --chips 16 --batch 4096
     0 Of 4,096 requests | fit at once in each replica; the others wait.

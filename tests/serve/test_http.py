@@ -106,6 +106,7 @@ its content                      messages[0].content     {"content": None}
 'zz' is                          messages[0].zz          {"zz": []}
 does not write the name          messages[0].name        {"name": "Ann"}
 logprobs: true                   top_logprobs            {"messages": [USER], "top_logprobs": 2}
+max_tokens=9 is not              max_tokens              {"messages": [USER],"max_tokens": 9,"max_completion_tokens": 2}
 """
 REFUSED = read_table(TABLE, {"USER": {"role": "user", "content": "a"}}, ("words of the reason", "field"))
 

@@ -63,13 +63,23 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
+def per_second(tokens: float) -> str:
+    """Return a number of tokens per second with one decimal, or with three digits if it is below 1."""
+    return f"{tokens:,.1f}" if tokens >= 1 else f"{tokens:.3g}"
+
+
+def short(value: float) -> str:
+    """Return a number with three digits, or without decimals from a thousand on."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def goals_text(goals: Sequence[Deployment]) -> str:
     """Return the deployments under limits of the first and of further tokens, the best first."""
     rows = []
     for one in goals:
         prompts = f"{one.instances} x {one.prompts.chips} chips" if one.prompts else "between steps"
         decode = f"{named_slices(one.decode)}, {one.decode.form}: {_mesh(one.decode)}"
-        times = ms(one.ttft), ms(one.tpot), f"{one.requests:,.1f}", f"{one.per_chip:,.1f}"
+        times = ms(one.ttft), ms(one.tpot), per_second(one.requests), per_second(one.per_chip)
         rows.append((prompts, decode, f"{one.decode.batch:,}", one.chips, *times))
     head = ["prompts", "decoding", "batch", "chips", "TTFT ms", "TPOT ms", "requests/s", "tokens/s\na chip"]
     if not goals:
@@ -130,7 +140,7 @@ def plan_table(found: Sequence[ServingPlan], dollars: float | None, names: Seque
     body = []
     for one in found:
         row = [named_slices(one), one.form, _mesh(one), f"{one.batch:,}", ms(one.ttft), ms(one.tpot)]
-        body.append([*row, f"{one.served:,.1f}", f"{dollars * 1e6 / 3600 / one.served:,.3g}" if dollars else ""])
+        body.append([*row, per_second(one.served), short(dollars * 1e6 / 3600 / one.served) if dollars else ""])
     if names:
         head, body = ["", *head], [[name, *row] for name, row in zip(names, body, strict=True)]
     return table([row[: None if dollars else -1] for row in body], head[: None if dollars else -1])
@@ -178,32 +188,36 @@ def text(found: Sequence[ServingPlan], best: ServingPlan, top: int, price: float
         f"{_mesh(best)}; batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
-        f"Forecast:   {ms(likely.seconds)} ms a token of each request, {best.served:,.1f} tokens/s a chip: {spent} ms",
+        f"Forecast:   {ms(likely.seconds)} ms a token of each request, {per_second(best.served)} tokens/s a chip: "
+        f"{spent} ms",
         f"            {off_by(best.chip)}",
         f"First token: {ms(best.ttft)} ms, as forecast; "
         + (
             off_by(best.chip, s.engine) if gpu else f"at {s.mfu:.0%} MFU, and no measured row tells how far off that is"
         ),
         f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound of decoding, "
-        f"{best.per_chip:,.1f} a chip, {1 / step.seconds:,.1f} for each request"
-        + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
+        f"{per_second(best.per_chip)} a chip, {1 / step.seconds:,.1f} for each request"
+        + (f"; ${short(dollars * 1e6 / 3600 / best.per_chip)} a million tokens" if dollars else ""),
         f"Memory:     weights {size(best.weight_bytes)}, KV cache {size(best.kv_bytes)} a chip, of "
         f"{size(s.headroom * hbm)} ({s.headroom:.0%} of {size(hbm)})",
         f"Binds:      {step.bound}; the matmuls are compute-bound from a batch of {compute_bound_from(best):,.0f}. HBM "
         f"is busy {min(1.0, (step.kv + step.weights) / step.seconds):.0%} of the step, with weights alone "
         f"{step.weights / step.seconds:.0%}",
         f"Prefill:    {best.prefill:.3g} s for {s.prompt:,} tokens on as many chips: "
-        f"{best.prefill_servers:.3g} prefill servers for each that generates {s.generated:,} tokens a request",
+        f"{short(best.prefill_servers)} prefill servers for each that generates {s.generated:,} tokens a request",
         *(f"Note:       {note}." for note in notes(best)),
     ]
     if others := others_than(best, found, top):
         lines += ["", "Others, as forecast:", plan_table(others, dollars)]
     if changed := _changes(found[0], **fixed):
-        most = f"the most tokens/s by the bound, {found[0].per_chip:,.1f} a chip" if best is not found[0] else "it"
+        most = (
+            f"the most tokens/s by the bound, {per_second(found[0].per_chip)} a chip" if best is not found[0] else "it"
+        )
         lines += ["", f"What would change {most}:"]
         lines += [
             f"  {what}: {named_slices(one)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
-            f"{one.per_chip:,.1f} tokens/s a chip ({gain(one.per_chip / found[0].per_chip)})" for what, one in changed
+            f"{per_second(one.per_chip)} tokens/s a chip ({gain(one.per_chip / found[0].per_chip)})"
+            for what, one in changed
         ]  # fmt: skip
     return folded(lines)
 

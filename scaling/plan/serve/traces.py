@@ -14,7 +14,7 @@ from dataclasses import replace
 from scaling.cost import serving
 from scaling.plan.serve.candidates import ServingPlan as Plan
 from scaling.plan.serve.forecast import likely_step
-from scaling.plan.serve.report import ms
+from scaling.plan.serve.report import ms, per_second, short
 from scaling.serve.requests import Request
 from scaling.serve.simulate import Simulated, simulate
 from scaling.serve.states import PREFILL, Move, Options, Run
@@ -85,22 +85,28 @@ def gantt(served: Simulated, width: int = 80, seconds: float | None = None, most
 def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
     """Return the text that is printed under the plan."""
     slices = "two slices, one that prefills" if policy == "disaggregated" else "one slice"
-    enough = math.ceil(rate / plan.requests)
-    queue = [f"  the plan serves {plan.requests:.3g} requests a second: {enough} such plans would serve {rate:g}"]
-    at = {(what, p): ms(served.percentile(what, p)) for what in ("ttft", "tpot") for p in (50, 95)}
+    enough, asked = math.ceil(rate / plan.requests), f"{rate:,}".removesuffix(".0")
+    queue = [f"  the plan serves {plan.requests:.3g} requests a second: {enough:,} such plans would serve {asked}"]
+    tokens = f"{served.throughput:,.0f}" if served.throughput >= 100 else per_second(served.throughput)
+    shares = as_dict(served, rate, policy)
+    waits = [
+        f"{what.upper()} p50 {ms(shares[f'{what}_p50'])} ms, p95 {ms(shares[f'{what}_p95'])} ms"
+        for what in ("ttft", "tpot")
+        if shares[f"{what}_p50"] is not None
+    ]
     return "\n".join([
-        f"Simulated as forecast: {len(served.requests)} requests, {rate:g} a second, {policy} on {slices}",
-        f"  {served.throughput:,.0f} tokens/s; TTFT p50 {at['ttft', 50]} ms, p95 {at['ttft', 95]} ms; "
-        f"TPOT p50 {at['tpot', 50]} ms, p95 {at['tpot', 95]} ms",
+        f"Simulated as forecast: {len(served.requests)} requests, {asked} a second, {policy} on {slices}",
+        "; ".join([f"  {tokens} tokens/s", *waits]),
         *(queue if enough > 1 else []), "",
-        f"Requests, {served.seconds:.3g} s across: P prompt, d decode, . waiting", gantt(served),
+        f"Requests, {short(served.seconds)} s across: P prompt, d decode, . waiting", gantt(served),
     ])  # fmt: skip
 
 
 def as_dict(served: Simulated, rate: float, policy: str) -> dict:
-    """Return the simulation as data, in seconds and tokens/s."""
+    """Return the simulation as data, in seconds and tokens/s; answers of one token have no time of further ones."""
+    at = {f"{what}_p{p}": served.percentile(what, p) for what in ("ttft", "tpot") for p in (50, 95)}
     return {
         "requests": len(served.requests), "rate": rate, "policy": policy, "seconds": served.seconds,
         "steps": len(served.spans), "tokens_per_second": served.throughput,
-        **{f"{what}_p{p}": served.percentile(what, p) for what in ("ttft", "tpot") for p in (50, 95)},
+        **{name: None if math.isnan(seconds) else seconds for name, seconds in at.items()},
     }  # fmt: skip

@@ -77,6 +77,9 @@ def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> Clie
         if field in fields.given and not any(_is(fields.given[field], value) for value in neutral):
             raise RequestError(f"{field}={quoted(fields.given[field])} is not served\n  fix: leave it out", field)
     word = "max_completion_tokens" if chat and "max_completion_tokens" in fields.given else "max_tokens"
+    if word != "max_tokens" and fields.given.get("max_tokens", most := fields.given[word]) != most:
+        what = f"max_tokens={quoted(fields.given['max_tokens'])} is not max_completion_tokens={quoted(most)}"
+        raise RequestError(f"{what}\n  fix: leave one of them out", "max_tokens")
     with blaming("messages" if chat else "prompt"):
         prompts = [_chat_ids(fields, model)] if chat else _prompts(fields, model)
     if chat:
