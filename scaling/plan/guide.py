@@ -205,6 +205,8 @@ def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     if not args.gpu and not args.memory:
         raise ValueError("which GPU?\n  fix: give its name, as in --gpu rtx4090, or its memory, as in --memory 24GB")
+    if args.memory and args.memory < 1e9:
+        raise ValueError(f"--memory {args.memory:g} is less than 1 GB\n  fix: write the unit, as in --memory 24GB")
     if args.gpu and args.memory:
         raise ValueError("--gpu says how much memory there is, so does --memory\n  fix: leave one of the two out")
     if args.gpu:

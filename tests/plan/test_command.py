@@ -90,6 +90,7 @@ guide --model llama3-8b --gpu h100 --gpus 1024  0 Take: FSDP | 16 stages + TP 8 
     0 on 10e9 tokens | mi355x reaches, so the a100's share is
 serv --model llama3-8b  2 there is no command 'serv' | guide, posttrain, published, serve
 guide --model llama3-8b  2 --gpu rtx4090, or its memory
+guide --model llama3-8b --memory 24  2 --memory 24 is less than 1 GB | as in --memory 24GB
 guide --model llama3-70b --memory 24GiB  1 Nothing fits | too large for the 23.2 GB
 published --only gpt-9  2 nothing is called 'gpt-9'
 guide --model llama3-8b --gpu h100 --gpus 8  0 Take: FSDP
