@@ -52,7 +52,7 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks):
 
 def run_on_other_data(mesh, settings, differs):
     """On rank 1 the file has another byte, or the tokens that are read from it differ."""
-    real, text = loop.open_batches, Path(f"{mesh.rank}/text.txt")
+    real, text = loop.open_batches, Path(settings.data).parent / f"{mesh.rank}" / "text.txt"
     text.parent.mkdir()
     text.write_bytes(Path(settings.data).read_bytes() + bytes([mesh.rank if differs == "file" else 0]))
 
