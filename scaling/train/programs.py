@@ -139,6 +139,8 @@ def short_pipelines(
     start = {n: 3 * n if chunks > 1 else 4 for n in (few, few + 1)}  # microbatches, by stages
     if memory and (few == 3 or (settings.schedule_on(sizes) and not in_rounds)):
         return []
+    if memory and model.tied and z == 0 and in_rounds:  # a table's gradient may be fullest in long ones alone
+        return []
     if memory and busy_from(Z, z, LIMITS.ahead, in_rounds) > M:
         if M != Z or busy_from(Z, 1, LIMITS.ahead, in_rounds) > Z:
             return []

@@ -153,6 +153,7 @@ TIED                 29  Z=6               0  21  42         block      1     1f
 TIED                 29  Z=8,Y=2           7  21  42         none       3     1f1b
 TIED.with_(V=9216)   24  Z=12              0  12  12         none       3     1f1b
 TIED                 27  Z=4               0  24  24         block      3     interleaved:2
+TIED                 20  Z=5,X=4           0  40  160        block      1     interleaved:2
 LATENT               11  Z=5,E=2           0  20  40         block      3     1f1b
 # few layers hold most activations, many gradients
 WIDE                 20  P=4,Z=2,X=4,Y=16  0  2   256        block      3     1f1b
@@ -170,7 +171,7 @@ def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, s
     assert (*few.plain, *few.curved) == pytest.approx(
         (*whole.plain, *whole.curved), rel=1e-3
     )  # targets are picked from those of all microbatches
-    assert few.memory == pytest.approx(whole.memory, rel=1e-3)
+    assert few.memory == pytest.approx(whole.memory, rel=1e-5)
     assert step_by_symbols(*given, memory=False).lines == whole.lines
     for axes, calls in whole.by_axes().items():
         of_axes = [each for line, each in whole.lines.items() if "".join(line.axes) == axes]
