@@ -19,7 +19,7 @@ from scaling.strategies import context, expert, one_device, transformer, zero
 from scaling.strategies.collective_matmul import matmul_scatter
 from scaling.strategies.stack import Strategy
 from scaling.strategies.transformer.step import StepOptions, check_batch
-from scaling.strategies.transformer.types import schedule_of
+from scaling.strategies.transformer.types import layers_of, schedule_of
 
 MESH, META = Mesh({"X": 1, "C": 1}), {"device": "meta"}
 IDS = torch.zeros(2, 4, dtype=torch.int64)
@@ -48,6 +48,8 @@ REFUSED = {
     "specs(PLAIN.with_(D=18), {'X': 4})": "model dims do not divide into 4 blocks",
     "schedule_of(make('1f1b', 2, 4), AbstractMesh({'Z': 4}), 4)": "fix: make it with these",
     "transformer.shard(model.init(PLAIN, 0), PLAIN, AbstractMesh({'Z': 3}))": "L=2 layers cannot fill 3 stages",
+    "layers_of(PLAIN.with_(E=2, dense_layers=1, F_dense=8), make('1f1b', 2, 4))": "L=1 layers after the dense ones",
+    "step(loads=True, sums=torch.bfloat16)": "rounds large counts\n  fix: give sums=torch.float32",
     "step(IDS + PLAIN.V)": f"tokens must lie in 0..{PLAIN.V - 1}",
     "step(config=PLAIN.with_(dropout=0.1))": "draws random masks\n  fix: give seed=",
     "step(reduce='each', zero=0)": 'or reduce="once"',

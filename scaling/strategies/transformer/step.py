@@ -203,6 +203,10 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         group, call = mesh.group([*mesh.sizes]), spoken("loss_and_grads" if backward else "loss", said)
     terms = Terms(config.V, options.label_smoothing, options.z_loss, config.logit_cap)
     dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
+    counted_in: Any = sums or dtype
+    if backward and options.loads and counted_in is not None and counted_in.itemsize < 4:
+        rule = f"tokens are counted among the gradients, and {counted_in} rounds large counts"
+        raise ValueError(f"{config.name}: loads=True\n  rule: {rule}\n  fix: give sums=torch.float32")
     reduce_each = options.reduce == "each" and options.microbatches > 1
     vocab_stages = {}
     if schedule is not None and not config.tied and mesh.sizes["Z"] > 1:

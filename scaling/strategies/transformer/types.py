@@ -109,8 +109,9 @@ def layers_of(config: Config, schedule: Schedule | None) -> list[range]:
     """
     V, L = 1 if schedule is None else schedule.virtual_stages, config.sizes["L"]
     if V > L:
+        which = " after the dense ones" if config.dense else ""
         raise ValueError(
-            f"{config.name}: L={config.L} layers cannot fill {V} stages\n  fix: use fewer stages or chunks"
+            f"{config.name}: L={L} layers{which} cannot fill {V} stages\n  fix: use fewer stages or chunks"
         )
     bounds = [s * (L // V) + min(s, L % V) for s in range(V + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
