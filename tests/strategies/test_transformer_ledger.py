@@ -112,8 +112,9 @@ def test_what_another_way_sends_more(config, sizes, options, others, more):
 
 
 def test_tokens_are_routed_once():
-    """Of a layer how many rows, the rows, and back; their cotangents there and back."""
+    """How many rows, the rows, and back; their cotangents there and back. Computed again, rows go twice."""
     assert counts(traced(EXPERTS, {"E": 2}))["AllToAll", "E"] == 5 * EXPERTS.L
+    assert counts(traced(EXPERTS, {"E": 2}, remat="block"))["AllToAll", "E"] == 7 * EXPERTS.L
 
 
 def attention_flops(Q, K, V, *_, **__):
