@@ -5,7 +5,7 @@ import sys
 from scaling import __version__
 from scaling.common.console import command_of
 
-TOOLS = {  # word -> (module, what it does)
+TOOLS = {  # word -> (module, a line of help)
     "train": ("scaling.train.command", "train a Transformer on your text, on any mesh"),
     "generate": ("scaling.serve.generate_command", "text from a model or a training run"),
     "serve": ("scaling.serve.command", "a file of requests, by continuous batching"),

@@ -40,7 +40,7 @@ class Op(NamedTuple):
         checked: Whether the ranks compare their calls first.
         sends: In a ragged AllToAll, the number of rows to each block.
         receives: In a ragged AllToAll, the number of rows from each block.
-        sliced: Whether the types are those of a slice of the mesh (`mesh.sliced`).
+        sliced: Whether the types are a slice's, not the whole mesh's (`mesh.sliced`).
         dims: The number of dims of the operand.
         splits: The operand's dim whose size the group's size must divide, or None.
         numbers: (position, size) of each of the operand's dims whose name is a number.

@@ -103,7 +103,7 @@ class AbstractMesh:
         """A view of this mesh on which a line names only the axes along which it moves data.
 
         Other axes may split its arrays, too: each slice of the mesh along them runs the line alone. The judge then
-        takes the line's types for those of a slice.
+        reads the line's types as a slice's.
         """
         return self if self.slices else self._view("sliced", slices=True)
 

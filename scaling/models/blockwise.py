@@ -177,7 +177,7 @@ def over_tiles(
         rows: Arrays of the queries' positions. The last is Q.
         columns: Arrays of the keys' positions.
         tile: The function above. It returns a tuple.
-        join: Adds a tile's results to those of earlier tiles with the same queries, or keys.
+        join: Adds a tile's results to the results of earlier tiles with the same queries, or keys.
         by_query: The number of the results that belong to queries; the others belong to keys.
 
     Returns:

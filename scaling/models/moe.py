@@ -124,19 +124,20 @@ class Rows(NamedTuple):
         own = weights.new_zeros(len(Row) + dropped).scatter(0, self.place.flatten(), weights.flatten())
         return Row * own[: len(Row), None].to(Row.dtype)
 
+    def picked(self, Row: Tensor) -> Tensor:
+        """Row[R, D] -> the rows [n, k, D] of each token's choices; zeros for dropped choices."""
+        if len(Row) < self.place.numel():
+            Row = F.pad(Row, (0, 0, 0, 1))
+        return Row.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
+
     def collect(self, Out: Tensor, weights: Tensor | None = None) -> Tensor:
         """Out[R, D], weights[n, k] -> y[n, D]: the weighted sum over each token's choices; dropped ones add nothing."""
-        if len(Out) < self.place.numel():
-            Out = F.pad(Out, (0, 0, 0, 1))
-        picked = Out.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
+        picked = self.picked(Out)
         return (picked if weights is None else picked * weights[..., None].to(Out.dtype)).sum(1)
 
     def dotted(self, Row: Tensor, x: Tensor) -> Tensor:
         """Row[R, D], x[n, D] -> the dot product [n, k] of each choice's row and its token; 0 for dropped choices."""
-        if len(Row) < self.place.numel():
-            Row = F.pad(Row, (0, 0, 0, 1))
-        picked = Row.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
-        return (picked @ x[..., None]).squeeze(-1)
+        return (self.picked(Row) @ x[..., None]).squeeze(-1)
 
     def sent(self, x: Tensor, weights: Tensor, config: Config) -> tuple[Tensor, Tensor | None]:
         """Return (Row[R, D] of x[n, D] for the experts, the weights of their results), by the model's routing."""
@@ -208,7 +209,7 @@ def gradient_by_expert(
 def activate_rows(
     W: dict, s: Values, config: Config, counts: Counts = None, product: Callable = einsum, R: str = "", Y: str = ""
 ) -> Values:
-    """Add to `s`, which has Row[R, D], what is missing of Act[R, F_Y] and its products.
+    """Add to `s`, which has Row[R, D], Act[R, F_Y] and the products before it, unless `s` has them.
 
     `R` and `Y` are the subscripts of the axes that split the rows and F, such as "_Y". With a `clamp` both products are
     kept within it, and Act = (Tmp + 1) Gate sigmoid(1.702 Gate) (GPT-OSS).
@@ -243,9 +244,8 @@ def biased_rows(Row: Tensor, b: Tensor | None, counts: Counts) -> Tensor:
 def mlp(W: dict, Row: Tensor, config: Config, counts: Counts = None) -> Tensor:
     """Row[R, D] -> Out[R, D] on one device, through one expert or, with `counts`, each through its own."""
     Act = activate_rows(W, {"Row": Row}, config, counts)["Act"]
-    return biased_rows(
-        by_expert("Act[R, F] * W_out[F, D] -> Out[R, D]", Act, W["W_out"], counts), W.get("b_out"), counts
-    )
+    Out = by_expert("Act[R, F] * W_out[F, D] -> Out[R, D]", Act, W["W_out"], counts)
+    return biased_rows(Out, W.get("b_out"), counts)
 
 
 def shared_experts(W: dict, x: Tensor, config: Config) -> Tensor:

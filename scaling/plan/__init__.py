@@ -10,7 +10,7 @@ None of these files needs torch:
 - job: the training task, and a layout, which is the sizes of the mesh axes and the recipe
 - work: the FLOPs and bytes that a model asks of its chips
 - network: where the axes lie, and which collectives run over them
-- ledger: what a chip computes and moves; holds: its memory
+- ledger: a chip's computation and its messages; holds: its memory
 - evaluate: bound and forecast
 - candidates: every layout, the best first; report: the printed text
 """

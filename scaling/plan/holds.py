@@ -96,7 +96,7 @@ def beside_state(
     both, left = (last, grad * last) if w.tied else (first + last, grad * last / X)  # a tied table waits for both ends
     layer, table = kept(job, c, l), np.where(sharded, act, 0.0)
 
-    stored = min(1.0, job.param_bytes / act)  # frozen weights in 4 bits are gathered as they are stored
+    stored = min(1.0, job.param_bytes / act)  # frozen weights in 4 bits are gathered in 4 bits
     gathered = (1 + stored * (layers > 1)) * act * (dense + experts)  # this layer's and the next one's
     gathered = np.where(sharded, gathered, 0.0)
     forward, back = (gathered + moment for moment in moments_of_layer(job, c, l))
@@ -169,7 +169,7 @@ def moments_of_layer(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     The backward pass holds most at the end of the MLP or of attention, when the norm is differentiated. It then holds
     the arrays computed again, the cotangents, the gradients of weights in the dtype of the products, and the norm's two
     arrays, plus one in fp32. In both passes of a layer with experts, a token also has rows of D for each of its
-    experts, in up to three forms at once: the cotangents of its results, and those of its rows before and after they
+    experts, in up to three forms at once: its results' cotangents, and its rows' cotangents before and after they
     are sent.
     """
     w, act, Y = job.work, job.act_bytes, l.tensor

@@ -107,7 +107,7 @@ class TextStream:
         if self.read.endswith(BROKEN):
             self.ids, self.read = [], ""
         self.before = len(self.ids)
-        self.held = ""  # the text that is held back: the first characters of a stop text
+        self.held = ""  # text not yet given out: the first characters of a stop text
         self.stopped = False
 
     def push(self, id: int) -> str:

@@ -1,6 +1,6 @@
 """Sizes without torch: of a mesh's axes, of a dtype's elements, and of the parts of an array with scales.
 
-`X=4,Y=2` is the mesh {"X": 4, "Y": 2}. An array of type `W[D_X, F] {Q_D}` is held as values and scales (Part 12): the
+`X=4,Y=2` is the mesh {"X": 4, "Y": 2}. An array of type `W[D_X, F] {Q_D}` is stored as values and scales (Part 12): the
 type says along which dims values share a scale, and a format, as data, how many of them do and in which dtypes values
 and scales are. So one listing serves all formats.
 """

@@ -69,11 +69,11 @@ def main() -> None:
     parser.add_argument("library", choices=LIBRARIES)
     parser.add_argument("--write", action="store_true", help="store the table that the suite compares with")
     args, answers = parser.parse_args(), {}
-    table, theirs = LIBRARIES[args.library]
+    table, complete = LIBRARIES[args.library]
     for name, config in table.configs.items():
         with tempfile.TemporaryDirectory() as folder:
             hf.save(folder, config, table.params_of(name))
-            answers[name] = theirs(Path(folder), table.prompts_of(name), table.new)
+            answers[name] = complete(Path(folder), table.prompts_of(name), table.new)
         print(f"{name:10} {'as stored' if answers[name] == table.stored()[name] else 'differs'}")
     if args.write:
         rows = ",\n".join(f'"{name}": {json.dumps(row, separators=(",", ":"))}' for name, row in answers.items())

@@ -1,7 +1,7 @@
 """Fit the rates of serving to measured rows: `python -m scaling.plan serve measured silicon_sample.csv`.
 
 The file is systems/silicon_sample.csv of github.com/ai-dynamo/aiconfigurator (Apache-2.0, 2026), or a part of it. Each
-forecast is judged by rows that it is not fitted to. The rows are divided by each of LEFT_OUT: those of one model, for
+forecast is judged by rows that it is not fitted to. The rows are divided by each of LEFT_OUT: one model's rows, for
 instance, are forecast by the rates that fit the rows of all other models. The last lines printed are rates.toml, fitted
 to all rows.
 
@@ -130,7 +130,7 @@ def fit_rates(kind: type, start: dict, seconds: Callable, measured: np.ndarray, 
 class Fit:
     """Rates fitted to rows; `errors` are log(forecast / measured) of the rows forecast by rates fitted without them.
 
-    The keys of `errors` are those of LEFT_OUT that divide the rows.
+    The keys of `errors` are the entries of LEFT_OUT that divide the rows.
     """
 
     name: str
@@ -157,7 +157,7 @@ def median(errors: np.ndarray) -> float:
 
 
 def left_out(rows: Sequence[MeasuredRow], what: str) -> list[np.ndarray]:
-    """Return masks of the rows to leave out together: those of one model, say, or of a tenth of the deployments."""
+    """Return masks of the rows to leave out together, such as one model's or a tenth of the deployments'."""
     labels = [str(row.labels[what]) for row in rows]
     names = sorted(set(labels))
     number = {name: i % TENTHS if what == "deployment" else i for i, name in enumerate(names)}

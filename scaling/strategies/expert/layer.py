@@ -268,9 +268,8 @@ def _exchange(line: str, Row: Tensor, routing: Routing, mesh, at: ExpertLayout, 
         return Row
     if isinstance(routing.counts, int):  # the same number for all, so R is a dim like any other
         ranks = mesh.size(at.experts)
-        return all_to_all(line, Row.unflatten(0, (ranks if back else 1, -1, routing.counts // ranks)), mesh).flatten(
-            0, 2
-        )
+        blocks = Row.unflatten(0, (ranks if back else 1, -1, routing.counts // ranks))
+        return all_to_all(line, blocks, mesh).flatten(0, 2)
     ends = (routing.receives, routing.sends) if back else (routing.sends, routing.receives)
     return ragged_all_to_all(line, Row, *ends, mesh)
 

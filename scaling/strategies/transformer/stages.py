@@ -92,9 +92,8 @@ def make_stage(
                     engine.settle()
 
     def finish(chunk):
-        for grad, g in zip(
-            chunk.engine.grads, total_leaves(chunk.engine.result(), step.mesh, chunk.lines), strict=True
-        ):
+        reduced = total_leaves(chunk.engine.result(), step.mesh, chunk.lines)
+        for grad, g in zip(chunk.engine.grads, reduced, strict=True):
             grad.out.copy_(g)
         if chunk.below:
             of_dense.extend(chunk.below.engine.result())  # all stages make the sum over Z together

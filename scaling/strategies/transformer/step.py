@@ -214,8 +214,7 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     lines = lines_of_params(stored, reduced, mesh, vocab_stages)
     return TrainStep(
         options, options.limits or LIMITS, config, mesh, mesh.without("Z"), backward, stored, reduced, lines, schedule,
-        vocab_stages, terms, dtype, sums or dtype, dropped(options.remat), reduce_each, group,
-        call,
+        vocab_stages, terms, dtype, sums or dtype, dropped(options.remat), reduce_each, group, call,
     )  # fmt: skip
 
 
