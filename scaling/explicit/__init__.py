@@ -3,18 +3,16 @@
 `array` makes one, `reshard` changes its type, and `grad` and `vjp` differentiate, typed by the law of cotangents.
 `einsum`, `matmul`, `sum`, `amax`, `reshape`, `broadcast_to` and `take` are torch's functions with an argument `out`,
 the result's type. The rules are in `algebra.law`, the table of torch's functions in `algebra.ops`. `functions` reads a
-call and poses the questions to the planner. `beside_jax` prints a program's lines next to JAX's.
+call and poses the questions to the planner.
 """
 
 from scaling.explicit.arrays import Array, amax, array, broadcast_to, einsum, matmul, mean, reshape, reshard, sum, take
 from scaling.explicit.derivatives import grad, vjp
-from scaling.explicit.tracing import beside_jax
 
 __all__ = [
     "Array",
     "amax",
     "array",
-    "beside_jax",
     "broadcast_to",
     "einsum",
     "grad",

@@ -16,11 +16,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from scaling import auto, explicit
 from scaling.algebra.law import Illegal
-from scaling.algebra.layouts import DimAxes, layout, spec_of
+from scaling.algebra.layouts import DimAxes, spec_of
 from scaling.algebra.ops import OP_KINDS, function_name, op_kind
 from scaling.algebra.planner import all_layouts
 from scaling.explicit.functions import LocalPlan, each_call, read_call
-from scaling.explicit.tracing import jax_layout, spmd_names
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, parse
 
@@ -69,7 +68,6 @@ COUNTS = {SAME: 1768, CASE_2: 942, SILENT_SUM: 96, SILENT_MAX: 96, UNREDUCED: 91
 
 
 def test_types_are_jaxs_or_differ_for_a_reason():
-    """And what `beside_jax` says of JAX is what JAX said, for all but reshapes."""
     found = Counter()
     for _, some, answers in cases():
         func, args = called(some[0], torch, [torch.empty(shape, device="meta") for shape in some[0].shapes])
@@ -82,34 +80,7 @@ def test_types_are_jaxs_or_differ_for_a_reason():
             except Illegal:
                 ours = "!", ()
             found[reason(case, *ours, theirs)] += 1
-            answer = jax_layout(op, given[0])
-            assert case.kind == "reshape" or ("!" if isinstance(answer, str) else written(answer)) == theirs, case
     assert found == COUNTS
-
-
-def test_a_program_beside_jaxs():
-    mesh = AbstractMesh({"X": 4, "Y": 2})
-    types = "In[8_X, 32_Y]", "W[32_Y, 64]", "V[64_Y, 16]"
-    arrays = [explicit.array(torch.empty([int(n) for n in re.findall(r"\d+", t)]), t, mesh) for t in types]
-
-    def program(In, W, V):
-        T = explicit.reshard(torch.einsum("bd,df->bf", In, W), "[8_X, 64]")
-        return torch.cat([T, explicit.reshard(T, "[8, 64]")], 1) @ torch.cat([V, V], 0)
-
-    lines = explicit.beside_jax(program, *arrays).splitlines()
-    assert lines[:6] == [
-        "1. float32[8_X, 64] {U_Y} = einsum bd,df->bf(float32[8_X, 32_Y], float32[32_Y, 64])",
-        "     here: X: S(0), Y: P",
-        "     JAX:  refused: ambiguous, asks for out_sharding",
-        "2. float32[8_X, 64] = reshard(float32[8_X, 64] {U_Y})",
-        "     here: X: S(0), Y: R",
-        "     JAX:  the same",
-    ]
-    text = "\n".join(lines)
-    assert "cat(float32[8_X, 64], float32[8, 64])\n     here: X: S(0), Y: R\n     JAX:  refused: what is joined" in text
-    assert "here: refused, cat runs along a dim that is split over Y; so with operands resharded" in text
-    with pytest.raises(ShardingError, match="arguments are Arrays"):
-        explicit.beside_jax(program, torch.ones(2))
 
 
 def test_the_names_of_spmd_types_in_the_notation():
@@ -122,7 +93,6 @@ def test_the_names_of_spmd_types_in_the_notation():
         assert spec.cotangent(mesh) == parse(cotangent)
         for each, of in ((spec, name), (spec.cotangent(mesh), dual)):
             assert placed[each.placements(mesh)[0]] == of
-            assert spmd_names(layout(each), mesh) == f"X: {of}"
 
 
 # The shards together
