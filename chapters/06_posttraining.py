@@ -163,7 +163,7 @@ def learn(mesh) -> list[dict]:
         weights = loop.push_weights(params, settings, meshes)  # training types -> serving types
         made = loop.draw_answers(weights, step, step - 1, settings=settings, asked=asked, prompts=prompts,
                                  score=repeats, by=Letters(), meshes=meshes)  # fmt: skip
-        batch = loop.send_rollouts(made, meshes, settings, asked)
+        batch = loop.send_rollouts(made, meshes, settings)
         params, state, record = loop.update_policy(params, state, batch, step, *fixed)
         seen.append(record)
     return seen

@@ -1,7 +1,7 @@
 """Run GRPO over two meshes, one that trains and one that draws answers. The whole loop is `run`.
 
     rollouts   the serving mesh draws answers with the engine, from the full distribution, and scores them
-    exchange   `transfer` sends the tokens, their log-probabilities and the rewards to the training mesh
+    exchange   `transfer` sends each training rank the tokens and log-probabilities of its rows, and all rewards
     update     the training mesh computes its own log-probabilities of the same tokens, and the derivative of the loss
                by them; a cross entropy with minus this derivative as its weights has the loss's gradients
     push       one planned `transfer` per leaf sends it to the serving mesh, from its training type to its serving type
@@ -13,7 +13,7 @@ follows from the seed, the step and the answer's index, so all pairs of meshes g
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from scaling import optim, tree
-from scaling.collectives import all_reduce, transfer
+from scaling.collectives import all_reduce, shard, transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.posttrain import losses
@@ -37,11 +37,11 @@ from scaling.strategies import transformer
 from scaling.train import checkpoint, guards
 from scaling.train.progress import METRICS
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import initial_params, local, split_frozen, trained_types, with_adapters
+from scaling.train.step import initial_params, split_frozen, trained_types, with_adapters
 
 WHOLE = Sampling(temperature=1.0)  # the full distribution, which is also the one that is trained
-TYPES = dict(zip(Rollouts._fields, ("t[R, T]", "t[R, T]", "m[R, T]", "p[R, T]", "r[R]", "v[]"), strict=True))
-
+IN_ROWS = dict.fromkeys(("tokens", "targets", "mask", "old"), "t[R_PXE, T_C]")
+TYPES = IN_ROWS | {"rewards": "r[R]", "version": "v[]"}
 ELSEWHERE = Rollouts(*[torch.empty(0)] * len(TYPES))  # replaces the answers on ranks that do not train
 
 
@@ -133,7 +133,7 @@ def run(
             reference = with_adapters(begun, settings, meshes.train) if frozen else tree.map(torch.clone, begun)
         state = optimizer.init(params)
         specs = {"params": types, "optimizer": optimizer.state_specs(types)}
-        specs |= {"queue": [dict(TYPES) for _ in queue]}
+        specs |= {"queue": [rollout_types(meshes.train) for _ in queue]}
         if first:
             held, _ = checkpoint.load(out, specs, meshes.train, first)
             params, state = held["params"], held["optimizer"]
@@ -147,73 +147,85 @@ def run(
             made.append(drawing(weights, due, version=n - 1))
         rolled = time.perf_counter()
         if not queue:  # this step needs these answers
-            queue, made = [send_rollouts(each, meshes, settings, asked) for each in made], []
+            queue, made = [send_rollouts(each, meshes, settings) for each in made], []
         batch = queue.pop(0)
         if trains:
             update = (settings, asked, meshes.train, optimizer, frozen, reference)
             params, state, record = update_policy(params, state, batch, n, *update)
         trained = time.perf_counter()
-        queue += [send_rollouts(each, meshes, settings, asked) for each in made]
+        queue += [send_rollouts(each, meshes, settings) for each in made]
         weights = push_weights(frozen | params if trains else None, settings, meshes)
         ends = time.perf_counter()
         record |= {"seconds_rollout": rolled - began, "seconds_train": trained - rolled, "seconds_push": ends - trained}
         if made_with and trains and (n == settings.steps or (settings.save_every and n % settings.save_every == 0)):
             held = {"params": params, "optimizer": state, "queue": [each._asdict() for each in queue]}
-            of_queue = {"queue": [dict(TYPES) for _ in queue]}
-            checkpoint.save(out, held, specs | of_queue, meshes.train, n, keep=settings.keep, made_with=made_with)
+            specs["queue"] = [rollout_types(meshes.train) for _ in queue]
+            checkpoint.save(out, held, specs, meshes.train, n, keep=settings.keep, made_with=made_with)
         if mesh.rank == 0 and made_with:
             write_record(record, out)
     return record
 
 
+def rollout_types(mesh) -> dict[str, str]:
+    """Return the types of `Rollouts` on a training mesh, where each rank has the rows and tokens that it trains on."""
+    return {name: str(present(each, mesh)) for name, each in TYPES.items()}
+
+
 def draw_answers(
     weights: dict | None, step: int, version: int, *, settings, asked: LoopOptions, prompts, score, by, meshes: Meshes
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Draw and score the answers of a step on the serving mesh; return None on ranks outside it.
+) -> dict[str, Tensor]:
+    """Draw and score the answers of a step; return the fields of `Rollouts`, whole, on each rank of the serving mesh.
 
-    Returns:
-        int64[R, 3 + S], whose rows hold the version, the prompt's length, the whole length and the ids; the
-        log-probabilities of the ids, 0 in the prompt; and the rewards, on the rank that scores.
+    Only the rank that scores has the rewards, and ranks outside the serving mesh have no field.
     """
     if not meshes.serve.member:
-        return None
+        return {}
     rows = prompts_of_step(prompts, settings.seed, step, settings.batch // asked.group)
     rows = [prompt for prompt in rows for _ in range(asked.group)]
     seeds = [number_of(settings.seed, step, i) for i in range(len(rows))]
     given = {"seed": seeds, "stop": asked.ends, "mesh": meshes.serve if meshes.serve.size() > 1 else None}
     texts = [prompt.ids for prompt in rows]
-    ids, old = [[*text] for text in texts], [[0.0] * len(text) for text in texts]
+    drawn: list[list[int]] = [[] for _ in rows]
+    logprobs: list[list[float]] = [[] for _ in rows]
     for tokens in generation.stream(weights or {}, texts, settings.model, asked.new, WHOLE, **given):
         for token in tokens:
-            ids[token.row].append(token.id)
-            old[token.row].append(token.logprob)
-    S = settings.seq + 1
-    whole = [[version, len(text), len(own), *own, *[0] * (S - len(own))] for text, own in zip(texts, ids, strict=True)]
-    device = meshes.serve.device
-    logprobs = torch.tensor([[*own, *[0.0] * (S - len(own))] for own in old], dtype=torch.float64, device=device)
-    rewards = None
+            drawn[token.row].append(token.id)
+            logprobs[token.row].append(token.logprob)
+
+    def padded(parts: Iterable[tuple[list, list]], dtype: torch.dtype) -> Tensor:
+        whole = [[*first, *second] for first, second in parts]
+        length, device = settings.seq + 1, meshes.serve.device
+        return torch.tensor([[*row, *[0] * (length - len(row))] for row in whole], dtype=dtype, device=device)
+
+    ids = padded(zip(texts, drawn, strict=True), torch.int64)
+    zeros = [[0] * len(text) for text in texts]
+    old = padded(zip(zeros, logprobs, strict=True), torch.float64)
+    mask = padded(zip(zeros, [[1] * len(own) for own in drawn], strict=True), torch.bool)
+    found = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": mask[:, 1:], "old": old[:, 1:]}
+    found["version"] = torch.tensor(version, device=ids.device)
     if meshes.judge.member:
-        answers = [by.decode(own[len(text) :]) for text, own in zip(texts, ids, strict=True)]
-        found = score_answers(score, rows, answers, asked.seconds, Path(asked.reward))
-        rewards = torch.tensor(found, dtype=torch.float64, device=device)
-    return torch.tensor(whole, device=device), logprobs, rewards
+        rewards = score_answers(score, rows, [*map(by.decode, drawn)], asked.seconds, Path(asked.reward))
+        found["rewards"] = torch.tensor(rewards, dtype=torch.float64, device=ids.device)
+    return {name: x.contiguous() for name, x in found.items()}
 
 
-def send_rollouts(made: tuple | None, meshes: Meshes, settings: Settings, asked: LoopOptions) -> Rollouts:
-    """Send the answers of `draw_answers` to the training mesh; return them there, and ELSEWHERE on other ranks."""
-    whole, old, rewards = made or (None, None, None)
-    whole = transfer("t[R, S] -> t[R, S]", whole, meshes.serve, meshes.train)
-    old = transfer("p[R, S] -> p[R, S]", old, meshes.serve, meshes.train)
-    rewards = transfer("r[R] -> r[R]", rewards, meshes.judge, meshes.train)
-    if whole is None or old is None or rewards is None:
+def send_rollouts(made: dict[str, Tensor], meshes: Meshes, settings: Settings) -> Rollouts:
+    """Send the answers of `draw_answers` to the training mesh; return this rank's part, and ELSEWHERE on other ranks.
+
+    Raises:
+        ValueError: An answer has ids outside the vocabulary.
+    """
+    found = {}
+    for name, kind in rollout_types(meshes.train).items():
+        source = meshes.judge if name == "rewards" else meshes.serve
+        x = transfer(f"{parse(kind).whole()} -> {kind}", made.get(name), source, meshes.train)
+        found |= {name: x} if x is not None else {}
+    if not found:
         return ELSEWHERE
-    version, begins, ends, ids = whole[0, 0], whole[:, 1:2], whole[:, 2:3], whole[:, 3:]
-    at = torch.arange(1, ids.shape[1], device=ids.device)
-    mask = (at >= begins) & (at < ends)
-    if bool((ids >= settings.model.V).any()):
+    if bool((torch.maximum(found["tokens"], found["targets"]) >= settings.model.V).any()):
         what = f"an answer has ids outside 0..{settings.model.V - 1}: padding of the vocabulary was drawn"
         raise ValueError(f"{what}\n  fix: report this; no option leads to it")
-    return Rollouts(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mask, old[:, 1:].contiguous(), rewards, version)
+    return Rollouts(**found)
 
 
 def update_policy(
@@ -224,41 +236,47 @@ def update_policy(
 
     `frozen` has the params that are not trained, {} if all are. `reference` has the params of the KL term, or None.
     """
-    config, types, lora = settings.model, trained_types(settings, mesh), settings.adapters
+    config, types, lora, any_mesh = settings.model, trained_types(settings, mesh), settings.adapters, mesh.optional
     if (age := n - 1 - int(batch.version)) != min(asked.staleness, n - 1):
         what = f"step {n}: its answers are of weights {age} updates old, not of {asked.staleness}"
         raise ValueError(f"{what}\n  fix: report this; no option leads to it")
-    A = losses.advantages(batch.rewards, asked.group, asked.divide)[:, None].expand(batch.mask.shape)
-    share = losses.shares(batch.mask, asked.mean)
-    own = [local(x.contiguous(), mesh) for x in (batch.tokens, batch.targets, batch.old, A, share)]
-    tokens, targets, old, A_here, share = own
+    tokens, targets, mask, old = batch[:4]
+    A = losses.advantages(batch.rewards, asked.group, asked.divide)
+    A = shard("A[R] -> A[R_PXE]", A, any_mesh)[:, None].expand(mask.shape)
+    lengths = all_reduce("n[R_PXE] {U_C} -> n[R_PXE]", mask.sum(1).double(), any_mesh)
+    drawn = all_reduce("n[] {U_PXE} -> n[]", lengths.sum(), any_mesh)
+    share = losses.shares(mask, lengths, drawn if asked.mean == "token" else len(batch.rewards), asked.mean)
     logprobs = transformer.logprobs(frozen | params, tokens, targets, config, mesh, lora=lora).double()
     ref = torch.zeros_like(logprobs)
     if reference is not None:
         ref = transformer.logprobs(reference, tokens, targets, config, mesh).double()
-    of = partial(losses.loss, old=old, reference=ref, A=A_here, share=share, clip=asked.clip)
+    of = partial(losses.loss, old=old, reference=ref, A=A, share=share, clip=asked.clip)
     slope, loss = torch.func.grad_and_value(of)(logprobs)
-    terms = torch.stack([loss, share.sum(), (share * losses.k3(ref - logprobs)).sum()])
-    loss, total, kl = all_reduce("Sums[S] {U_PXEC} -> Sums[S]", terms, mesh.optional)
-    if abs(float(total) - 1) > 1e-9:
-        what = f"step {n}: the tokens' shares of the loss add up to {float(total):g}, not to 1"
+    ended = torch.isin(targets, torch.tensor(asked.ends, device=mesh.device)) & mask
+    sums = {"loss": loss, "shares": share.sum(), "kl": (share * losses.k3(ref - logprobs)).sum(), "ended": ended.sum()}
+    sums |= losses.gap_sums(logprobs, old, A, mask, asked.clip)
+    terms = torch.stack([each.double() for each in sums.values()])
+    sums = dict(zip(sums, all_reduce("Sums[S] {U_PXEC} -> Sums[S]", terms, any_mesh), strict=True))
+    if abs(float(sums["shares"]) - 1) > 1e-9:
+        what = f"step {n}: the tokens' shares of the loss add up to {float(sums['shares']):g}, not to 1"
         raise ValueError(f"{what}\n  fix: report this; no option leads to it")
-    sums = torch.promote_types(next(iter(tree.leaves(params))).dtype, torch.float32)
+    kept = torch.promote_types(next(iter(tree.leaves(params))).dtype, torch.float32)
     scale = float(state.get("scale", 1.0))
-    given = settings.step_options(mesh.sizes) | {"sums": sums, "scale": scale, "mean": False}
+    given = settings.step_options(mesh.sizes) | {"sums": kept, "scale": scale, "mean": False}
     _, grads = transformer.loss_and_grads(frozen | params, tokens, targets, config, mesh, weights=-slope, **given)
     norm = optim.global_norm(grads, types, mesh)
-    finite = guards.check_scaled(state, loss, norm, grads, types, mesh, n)
+    finite = guards.check_scaled(state, sums["loss"], norm, grads, types, mesh, n)
     clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
     params, state = optimizer.update(clipped, state, params, donate=True, **finite)
-    whole = tree.unshard(logprobs, present("p[B_PXE, T_C]", mesh), mesh)
-    lengths = batch.mask.sum(1).double()
-    ended = torch.isin(batch.targets, torch.tensor(asked.ends, device=mesh.device)) & batch.mask
-    record = {"step": n, "loss": loss.item(), "reward": batch.rewards.mean().item(), "grad_norm": norm.item()}
-    record |= {"age": age, "length": lengths.mean().item(), "ended": ended.any(1).double().mean().item()}
-    record |= {"kl": kl.item()} if reference is not None else {}
+    rows, largest = len(batch.rewards), torch.where(mask, logprobs - old, 0.0).abs().max()
+    record = {"step": n, "loss": float(sums["loss"]), "reward": float(batch.rewards.mean())}
+    record |= {"grad_norm": float(norm), "age": age}
+    record |= {"length": float(drawn) / rows, "ended": float(sums["ended"]) / rows}
+    record |= {"kl": float(sums["kl"])} if reference is not None else {}
     record |= {"loss_scale": scale} if "scale" in state else {}
-    return params, state, record | losses.gap(whole, batch.old, A, batch.mask, asked.clip)
+    record |= {"gap_max": float(guards.gather_over_ranks(largest[None], mesh).max())}
+    each_token = ("gap_mean", "k3", "clipped_high", "clipped_low")
+    return params, state, record | {name: float(sums[name] / drawn.clamp(min=1)) for name in each_token}
 
 
 def push_weights(params: dict | None, settings: Settings, meshes: Meshes) -> dict | None:

@@ -31,14 +31,16 @@ PLAIN = Clip()
 
 
 class Rollouts(NamedTuple):
-    """The answers of a step with their prompts, as R rows of T tokens and the token that follows each of them.
+    """The answers of a step with their prompts, as rows of tokens and the token that follows each of them.
+
+    A training rank holds its rows R of all G rows, and its tokens T of them.
 
     Attributes:
         tokens: int64[R, T].
         targets: int64[R, T], the token that follows each token.
         mask: bool[R, T], whether the target was drawn; otherwise it belongs to the prompt, or is padding.
         old: float64[R, T], the log-probability with which the target was drawn.
-        rewards: float64[R], the reward of each answer.
+        rewards: float64[G], the reward of each answer; only the rank that scores has them before they are sent.
         version: int64[], the number of updates that had made the weights that drew the answers.
     """
 
@@ -69,12 +71,17 @@ def advantages(rewards: Tensor, groups: int, divide: bool = True) -> Tensor:
     return found.flatten()
 
 
-def shares(mask: Tensor, mean: str) -> Tensor:
-    """Return each token's share of the loss, float64[R, T], zero outside the mask; `mean` is "token" or "sequence"."""
-    own = mask.double()
-    if mean == "token":
-        return own / own.sum().clamp(min=1)
-    return own / own.sum(1, keepdim=True).clamp(min=1) / len(own)
+def shares(mask: Tensor, lengths: Tensor, total: "Tensor | int", mean: str) -> Tensor:
+    """Return the share of the loss of each token of some rows, float64[R, T], zero outside the mask.
+
+    Args:
+        mask: bool[R, T], whether a token was drawn.
+        lengths: [R], the numbers of drawn tokens in whole rows, of which the mask may hold a part.
+        total: The number of drawn tokens in all rows with "token", the number of all rows with "sequence".
+        mean: "token" or "sequence".
+    """
+    divisor = torch.ones_like(lengths) if mean == "token" else lengths
+    return mask.double() / (divisor * total).clamp(min=1)[:, None]
 
 
 def loss(logprobs: Tensor, old: Tensor, reference: Tensor, A: Tensor, share: Tensor, clip: Clip = PLAIN) -> Tensor:
@@ -93,16 +100,13 @@ def k3(away: Tensor) -> Tensor:
     return away.exp() - away - 1
 
 
-def gap(logprobs: Tensor, old: Tensor, A: Tensor, mask: Tensor, clip: Clip) -> dict[str, float]:
-    """Return how far the policy in training is from the policy that drew the answers.
+def gap_sums(logprobs: Tensor, old: Tensor, A: Tensor, mask: Tensor, clip: Clip) -> dict[str, Tensor]:
+    """Return how far the policy in training is from the policy that drew the answers, summed over the drawn tokens.
 
-    The result has, over the drawn tokens, the mean and the largest |logp - old|, the mean K3, and the shares of tokens
-    whose ratio was clipped from above and from below.
+    The sums are of |logp - old|, of K3, and of the tokens whose ratio was clipped from above and from below.
     """
     away = torch.where(mask, logprobs - old, 0.0)
-    count, ratio = mask.sum().clamp(min=1), away.exp()
-    high = mask & (A > 0) & (ratio > 1 + clip.high)
-    low = mask & (A < 0) & (ratio < 1 - clip.low)
-    found = {"gap_mean": away.abs().sum() / count, "gap_max": away.abs().max(), "k3": k3(away).sum() / count}
-    found |= {"clipped_high": high.sum() / count, "clipped_low": low.sum() / count}
-    return {name: float(value) for name, value in found.items()}
+    high = mask & (A > 0) & (away.exp() > 1 + clip.high)
+    low = mask & (A < 0) & (away.exp() < 1 - clip.low)
+    found = {"gap_mean": away.abs(), "k3": k3(away), "clipped_high": high, "clipped_low": low}
+    return {name: each.sum() for name, each in found.items()}

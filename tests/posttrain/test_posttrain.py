@@ -28,7 +28,7 @@ from scaling.models.leaves import specs_of
 from scaling.models.lora import Lora
 from scaling.models.text import tokenizer
 from scaling.posttrain import advantages, losses
-from scaling.posttrain.loop import push_lines
+from scaling.posttrain.loop import push_lines, rollout_types
 from scaling.posttrain.rewards import RewardTimeout, call_with_timeout, read_prompts
 from scaling.train import checkpoint
 from scaling.train.export import params_of_run
@@ -253,8 +253,9 @@ def test_advantages_and_shares_by_their_formulas():
     assert advantages(rewards, 3, divide=False).tolist() == [-1, 0, 1, 0, 0, 0]
     assert advantages(rewards, 3).tolist() == pytest.approx([-1 / (1 + 1e-6), 0, 1 / (1 + 1e-6), 0, 0, 0])
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]]).bool()
-    assert losses.shares(mask, "token").tolist() == [[0.25] * 3 + [0], [0, 0.25, 0, 0]]
-    assert losses.shares(mask, "sequence").tolist() == [[1 / 6] * 3 + [0], [0, 0.5, 0, 0]]
+    lengths = mask.sum(1).double()
+    assert losses.shares(mask, lengths, 4, "token").tolist() == [[0.25] * 3 + [0], [0, 0.25, 0, 0]]
+    assert losses.shares(mask, lengths, 2, "sequence").tolist() == [[1 / 6] * 3 + [0], [0, 0.5, 0, 0]]
     for groups in (1, 4):
         with pytest.raises(ValueError, match="at least 2"):
             advantages(rewards, groups)
@@ -275,6 +276,11 @@ def test_llama_70b_goes_to_its_serving_mesh_by_these_lines():
     lines = {where: line for where, line, _ in push_lines(config, *meshes)}
     assert lines['params["layers"]["W_Q"]'] == "W_Q[L, D_X, N_Y, H] -> W_Q[L, D, N_Y, H]"
     assert lines['params["embed"]'] == "E[V_Y, D_X] -> E[V_Y, D]"
+
+
+def test_a_training_rank_holds_its_rows_and_tokens_of_the_answers():
+    types = rollout_types(AbstractMesh({"X": 2, "C": 4, "Y": 8}))
+    assert {types[name] for name in ("tokens", "targets", "mask", "old")} == {"t[R_X, T_C]"}
 
 
 CHATML = """{% if tools %}tools {{ tools | length }}

@@ -62,11 +62,11 @@ BUGS = (
                    "    wide = probabilities(wide, Sampling(temperature=1.0, top_p=0.9)).log()\n    found = iter(",
                "import sample\n": "import probabilities, sample\n"}}, "gap_max"),
     Bug("log-probabilities of the token before", "huggingface/trl#6789", {LOOP: {
-        "old[:, 1:].contiguous()": "old[:, :-1].contiguous()"}}, "gap_max"),
+        "old[:, 1:]": "old[:, :-1]"}}, "gap_max"),
     Bug("a token of the prompt is counted as drawn", "Snowflake-AI-Research/Arctic-Platform#55", {LOOP: {
-        "(at >= begins)": "(at >= begins - 1)"}}, "gap_max"),
+        "mask[:, 1:]": "(mask | mask.roll(-1, 1))[:, 1:]"}}, "gap_max"),
     Bug("each rank divides by its own tokens", "Snowflake-AI-Research/Arctic-Platform#55 allenai/open-instruct#1161",
-        {LOOP: {"share = own\n": "share = own\n    share = share / share.sum()\n"}},
+        {LOOP: {"drawn if asked.mean": "lengths.sum() if asked.mean"}},
         "the tokens' shares of the loss add up to 2, not to 1", "--train-mesh X=2"),
     Bug("padding of the vocabulary is drawn", f"{MARIN}#237", {LOOP: {
         "    return tree.unflatten(types, [found[where] for where in tree.named_leaves(types)])":
