@@ -6,7 +6,7 @@ import pytest
 import torch
 from array_types import types
 from machine import on_ranks
-from refused import evaluated, pairs, refused
+from refused import evaluated, named, refused
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: F401 - calls in tables name them
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensors_block
 
@@ -79,7 +79,7 @@ def test_what_is_no_partition_spec():
 
 
 # P('XY') in JAX is one axis, not two: read as two it would be another sharding
-NOT_SAID = pairs(r"""
+NOT_SAID = named(r"""
 placements                type
 P('XY')
     one axis to JAX, but types read it as the axes X, Y\n  fix: write ('X', 'Y') if those are meant

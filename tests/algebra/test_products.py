@@ -10,7 +10,7 @@ import pytest
 from array_types import MATRICES, SETTINGS, check, naive_bytes, types
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import evaluated, pairs, refused
+from refused import evaluated, named, refused
 
 from scaling.algebra import derive, matmul, matmul_via, reshard
 from scaling.cost.collectives import seconds_on
@@ -52,7 +52,7 @@ def test_no_other_choice_of_local_types_is_cheaper():
 
 
 # a product: the cases that it is, the steps, and its type
-CASES = pairs("""
+CASES = named("""
 product                                 cases, steps, type
 A[I_X, J] * B[J, K_Y]                   1: Einsum: C[I_X, K_Y]
 A[I, J_X] * B[J, K]                     2: AllGather, Einsum: C[I, K]

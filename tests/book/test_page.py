@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from machine import be_rank
-from refused import pairs
+from refused import named
 
 from scaling.book.answers import Answer
 from scaling.book.page import Page
@@ -42,7 +42,7 @@ def test_a_chapter_has_the_options_that_it_names(monkeypatch, capsys):
 
 
 # what is given: what is said
-REFUSED = pairs("""
+REFUSED = named("""
 options                         words of its error
 --steps 3                       unrecognized arguments
 --plot a.doc                    ends in .png or .svg

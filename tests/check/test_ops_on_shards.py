@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 from mutants import text_of
-from refused import pairs
+from refused import named
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -116,7 +116,7 @@ def test_an_op_that_passes_is_that_of_one_device(call, operands):
 
 
 # what the judge says first of x[I, J_X]
-BROKEN = pairs("""
+BROKEN = named("""
 call                                   why
 x.roll(1, -1)                          roll runs along a dim that is split over X
 x.triu()                               triu runs along a dim that is split over X

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import evaluated, pairs, refused
+from refused import evaluated, named, refused
 
 from scaling import cost
 from scaling.configs import get
@@ -257,7 +257,7 @@ def changed(**change):
 
 
 # what is asked for: what is said
-REFUSED = pairs(r"""
+REFUSED = named(r"""
 call                                                    words of its error
 cost.roofline(-1, 1, C, W)                              flops = -1
 cost.roofline(1, 1, 0, W)                               C = 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_jax import splits
-from refused import evaluated, pairs, read_table, refused
+from refused import evaluated, named, read_table, refused
 
 from scaling import auto, explicit
 from scaling.algebra.layouts import DimAxes
@@ -59,7 +59,7 @@ def test_what_needs_no_values_is_had_of_the_whole_array():
 
 
 # calls of a[8_X, 16_Y], b[16_Y, 8] and of u[8_X, 16] {U_Y}, by what rule
-REFUSED = pairs("""
+REFUSED = named("""
 call                                    rule
 u.exp()                                 is not the sum of exp
 u + 1                                   once for each device along Y

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from probes import MORE, bound_of, of_bf16, probes, read_cases, shaken
-from refused import by_words, named, refused
+from refused import evaluated, named, refused
 from safetensors.torch import load_file, save_file
 
-from scaling import serve, tree
+from scaling import serve, tree  # noqa: F401 - a call in UNWRITTEN names serve
 from scaling.configs import Config, Latent, RopeScaling, load
 from scaling.configs.gguf import ARCHITECTURES
 from scaling.configs.hugging_face_write import write_config
@@ -243,36 +243,23 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
 
 NAMELESS = transformer.init(LATENT, device="meta")
 X2, X4, Y2 = (AbstractMesh(sizes) for sizes in ({"X": 2}, {"X": 4}, {"Y": 2}))
-# what no class there has: a config
-UNWRITTEN = named(
-    """
-what no class has              config
-gated                          MOE.with_(gated=False)
-routing (nearest: glm4_moe)    MOE.with_(shared=1)
-routing                        MOE.with_(routing="sigmoid")
-capacity                       MOE.with_(capacity=1.0)
-window                         SMALL.with_(window=(2, None, 3))
-window (nearest: mixtral)      MOE.with_(window=(2, None, 2))
-window (nearest: deepseek_v3)  DEEPSEEK.with_(window=2)
-""",
-    globals(),
-)
-test_what_is_not_written_and_a_latent_where_it_is_not_computed = refused(
-    by_words(
-        {
-            f"no class of Hugging Face's has its {what}": partial(hf.save, "nowhere", config, {})
-            for what, config in UNWRITTEN.items()
-        }
-        | {
-            "K=N=4 of them; got H=5, K=4\n  fix: ": partial(LATENT.with_, H=5),
-            "do not say how a head's dims are divided": partial(transformer.config_of_params, NAMELESS),
-            "C=6 of the keys' and": partial(strategy.specs, LATENT, X4),
-            "is wider than its keys": partial(strategy.specs, LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7)), Y2),
-            'latent: the form "2d" has no latent ': partial(serve.specs, LATENT, X2, form="2d"),
-            'the form "2d" has no latent attention': partial(serve.cache_specs, LATENT, X2, form="2d"),
-        }
-    )
-)
+UNWRITTEN = r"""
+call                                                  words of its error
+hf.save('', MOE.with_(gated=False), {})               no class of Hugging Face's has its gated
+hf.save('', MOE.with_(shared=1), {})                  no class of Hugging Face's has its routing (nearest: glm4_moe)
+hf.save('', MOE.with_(routing='sigmoid'), {})         no class of Hugging Face's has its routing
+hf.save('', MOE.with_(capacity=1.0), {})              no class of Hugging Face's has its capacity
+hf.save('', SMALL.with_(window=(2, None, 3)), {})     no class of Hugging Face's has its window
+hf.save('', MOE.with_(window=(2, None, 2)), {})       no class of Hugging Face's has its window (nearest: mixtral)
+hf.save('', DEEPSEEK.with_(window=2), {})             no class of Hugging Face's has its window (nearest: deepseek_v3)
+LATENT.with_(H=5)                                     K=N=4 of them; got H=5, K=4\n  fix:
+transformer.config_of_params(NAMELESS)                do not say how a head's dims are divided
+strategy.specs(LATENT, X4)                            C=6 of the keys' and
+strategy.specs(LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7)), Y2)  is wider than its keys
+serve.specs(LATENT, X2, form='2d')                    latent: the form "2d" has no latent
+serve.cache_specs(LATENT, X2, form='2d')              the form "2d" has no latent attention
+"""
+test_what_is_not_written_and_a_latent_where_it_is_not_computed = refused(evaluated(UNWRITTEN, globals()))
 
 
 WRITTEN = [  # what a class of transformers computes, in the forms that its defaults would change

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from probes import shaken
-from refused import by_words, named, refused
+from refused import named, refused
 from torch.func import vjp
 
 from scaling import tree
@@ -44,7 +44,7 @@ balance_by is 'token': must be one of                   {"balance_by": "token"}
     globals(),
 )
 test_config = refused(
-    by_words({words: partial(Config, "m", **SIZES, E=8, k=2, **given) for words, given in WRONG.items()})
+    {words: (partial(Config, "m", **SIZES, E=8, k=2, **given), words) for words, given in WRONG.items()}
 )
 
 

@@ -9,7 +9,6 @@ from operator import attrgetter
 import pytest
 import torch
 import torch.nn.functional as F
-from misuse import rooms
 from probes import shaken
 from refused import evaluated, named, refused
 from torch.utils.flop_counter import FlopCounterMode
@@ -265,14 +264,6 @@ test_a_step_on_a_mesh = refused(
     {f"{n} {i}": partial(on_mesh, **{n: x}) for n, some in (WRONG | OPTIONS).items() for i, x in enumerate(some)}
     | evaluated(STEPS, globals())
 )
-
-
-@pytest.mark.parametrize("name", ["loss", "training"])
-def test_no_argument_that_is_spoiled_gives_a_wrong_number(name):
-    """Params, tokens, weights and numbers, drawn: the right calls beside `misuse.plain`, the others refused."""
-    outcomes, failures = rooms.spoiled(name, 25)
-    assert not failures, "\n\n".join(failures)
-    assert len(outcomes) == 2  # right and refused
 
 
 def test_weights_of_other_dtypes_are_right_and_targets_outside_the_vocabulary_where_they_have_none():

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from machine import ended
-from refused import pairs, read_table
+from refused import named, read_table
 from test_serve import by_hand
 
 from scaling.configs import get
@@ -142,7 +142,7 @@ arguments  exit status, and what is said
 
 
 def told(table: str) -> list[tuple[str, int, list[str]]]:
-    cells = ((arguments, said.partition(" ")) for arguments, said in pairs(table).items())
+    cells = ((arguments, said.partition(" ")) for arguments, said in named(table).items())
     return [(arguments, int(code), re.split(r"\s+\|\s+", words)) for arguments, (code, _, words) in cells]
 
 

@@ -18,7 +18,7 @@ from threading import enumerate as enumerate_threads
 import pytest
 import torch
 from grpo import PROMPTS, STEP, plain, records, run
-from refused import named, pairs
+from refused import named
 
 from scaling import tree
 from scaling.configs import get
@@ -173,7 +173,7 @@ def test_check_changes_nothing_and_finds_no_gap(folder, capsys):
     assert not Path("run").exists()
 
 
-WRONG = pairs("""
+WRONG = named("""
 options                                          words of its error
 --reward nowhere.py                              nowhere.py: no such file
 --reward bad.py                                  bad.py:2: does not parse

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from refused import evaluated, pairs, read_table, refused
+from refused import evaluated, named, read_table, refused
 
 from scaling import trace, tree
 from scaling.algebra import derive, matmul, reshard  # noqa: F401 - PLANNED names them
@@ -129,13 +129,13 @@ def test_weights_are_gathered_in_the_bytes_of_their_formats(config, precision):
     sizes = {"X": 2, "E": 2} if config.moe else {"X": 2, "Y": 2}
     mesh, dims, wanted = AbstractMesh(sizes), config.sizes, 0
     types, inputs = (tree.leaves(tree_of(config)) for tree_of in (partial(transformer.specs, mesh=mesh), matrices_of))
-    for text, named in zip(types, inputs, strict=True):
+    for text, products in zip(types, inputs, strict=True):
         spec = parse(text)
-        if not named or spec.name in UNSCALED:
+        if not products or spec.name in UNSCALED:
             continue
         used, recipe = parse(without(text, ("X",))), RECIPES[precision]
         local = dict(zip(used.dim_names, used.local_shape(dims, mesh), strict=True))
-        for summed, name in zip(named.split(" -> "), (recipe.forward, recipe.weights), strict=True):
+        for summed, name in zip(products.split(" -> "), (recipe.forward, recipe.weights), strict=True):
             f, values = format_of(name), prod(local.values())
             axes = [axis for dim in summed.split() for axis in spec.axes_of(dim)]
             scales = values / (f.block or prod(local[dim] for dim in summed.split()))
@@ -204,7 +204,7 @@ def main(mesh):
     row = quantize("W[D, F_X] -> W[D, F_X] {Q_D}", W, mesh, "fp8-row")
     """
 # a line: words of its error
-ILLEGAL = pairs("""
+ILLEGAL = named("""
 line                                                         words of its error
 quantize("G[D, F] {U_X} -> G[D, F] {Q_F}", W, mesh, "mxfp8")  a sum is not quantized
 parse("G[D, F] {U_X} {Q_F}")                                 a sum is not quantized

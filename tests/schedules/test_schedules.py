@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import evaluated, pairs, refused
+from refused import evaluated, named, refused
 
 from scaling import schedules
 from scaling.schedules import SCHEDULES, Backward, BackwardInput, Forward, ReduceGrads, make, split_backward
@@ -104,7 +104,7 @@ def test_deadlock_is_found_and_named():
 
 FORMS = "make", "bubbles.bubble_time", "bubbles.bubble", "bubbles.live_activations"
 # what is asked for: what is said
-REFUSED = pairs("""
+REFUSED = named("""
 call                                                       words of its error
 make('pipe', 2, 2)                                         unknown schedule 'pipe'
 make('interleaved', 2, 4).layer_order(6)                   use a multiple of 4 layers

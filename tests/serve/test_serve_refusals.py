@@ -6,7 +6,6 @@ import numpy
 import pytest
 import torch
 from machine import on_ranks
-from misuse import rooms
 from refused import evaluated, named, refused
 
 from scaling import serve, tree
@@ -92,14 +91,6 @@ filled(params=tree.map(torch.Tensor.bfloat16, serve.quantize(PARAMS, CONFIG)))  
 filled(params=serve.quantize(PARAMS, CONFIG) | {'norm': PARAMS['norm'].int()})  ["norm"] is in torch.int32
 """
 test_a_step = refused(evaluated(STEPS, globals()))
-
-
-@pytest.mark.parametrize(("name", "cases"), [("decode", 60), ("serve", 30), ("sampling", 200)])
-def test_no_argument_that_is_spoiled_gives_a_wrong_number(name, cases):
-    """Params, ids and numbers, drawn: the right calls beside `misuse.plain`, the others refused with their fix."""
-    outcomes, failures = rooms.spoiled(name, cases)
-    assert not failures, "\n\n".join(failures)
-    assert len(outcomes) == 2  # right and refused
 
 
 def specs(sizes, form, config=CONFIG):

@@ -10,7 +10,7 @@ import torch
 from beside_jax import close, filling
 from machine import on_ranks
 from programs import TABLES, evaluate
-from refused import named, pairs, refused
+from refused import named, refused
 from torch.func import grad, jvp, vjp, vmap
 
 from scaling import shard_map as manual
@@ -250,7 +250,7 @@ def function_of(text: str, **given):
 
 
 # of x[B_X, D] -> the result's type: words of the error
-PROGRAMS = pairs("""
+PROGRAMS = named("""
 program                                                   words of its error
 x -> x[B, D]                                              result is invariant
 all_gather(x, 'X', tiled=True) -> x[B, D]                 psum or pmean over X

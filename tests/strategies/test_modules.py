@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from machine import on_ranks
-from refused import evaluated, named, pairs, refused
+from refused import evaluated, named, refused
 from torch import nn
 from torch.func import functional_call, grad
 
@@ -203,7 +203,7 @@ def once(module, *operands):
 
 IDS, ROWS = torch.tensor([[1, 2]]), torch.randn(2, 6)
 DROPS, X2 = nn.Sequential(nn.Dropout()), AbstractMesh({"X": 2})
-WORDS = pairs("""
+WORDS = named("""
 call                                                 words of its error
 once(nn.Embedding(7, 6, max_norm=0.1), IDS)          the module: Embedding writes to weight (aten::embedding_renorm_)
 once(nn.EmbeddingBag(7, 6, max_norm=0.1), IDS)       writes to weight (aten::embedding_renorm_), which

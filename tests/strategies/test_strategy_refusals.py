@@ -6,9 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from misuse import rooms
 from problems import SIGMOID, SOFTMAX, problem
-from refused import evaluated, pairs, refused
+from refused import evaluated, named, refused
 from test_transformer_mesh import EXPERTS, PLAIN
 
 from scaling.mesh import AbstractMesh, Mesh
@@ -93,15 +92,7 @@ SPLIT += [{"segments": [[0] * 8] * 2}, {"segments": torch.zeros(2, 8, **META).lo
 SIZES = [{"T": 24.0}, {"C": 0}, {"window": 0}, {"causal": "no"}]
 
 
-@pytest.mark.parametrize("name", ["attention", "experts"])
-def test_no_argument_that_is_spoiled_gives_a_wrong_number(name):
-    """Arrays, params and numbers, drawn: the right calls beside `misuse.plain`, the others refused."""
-    outcomes, failures = rooms.spoiled(name, 100)
-    assert not failures, "\n\n".join(failures)
-    assert len(outcomes) == 2  # right and refused
-
-
-REFUSED |= pairs("""
+REFUSED |= named("""
 call                                        words of its error
 over_4(7, 4, 2, form='zigzag')              fix: pad T to 32
 over_4(8, 6, 2, form='ulysses')             N=6 query heads do not divide over 4 ranks
@@ -115,7 +106,7 @@ context.work('rings', 24, 4)                form = 'rings': one of 'ring', 'zigz
 """)
 CALLS |= {f"work {given}": partial(context.work, "ring", **{"T": 24, "C": 4} | given) for given in SIZES}
 CALLS |= {f"{i} {' '.join(given)}": partial(context.attention, Q, K, V, MESH, **given) for i, given in enumerate(SPLIT)}
-REFUSED |= pairs("""
+REFUSED |= named("""
 call                                  words of its error
 context.to_zigzag(Q, 9, MESH)
 context.from_zigzag(Q, '1', MESH)
@@ -141,7 +132,7 @@ def laid_out(axis="X", **layout):
     return expert.moe(params, x, SOFTMAX, AbstractMesh({"X": 3, "Y": 2}), axis, **layout)
 
 
-REFUSED |= pairs(r"""
+REFUSED |= named(r"""
 call                                         words of its error
 laid_out()                                   8 experts do not divide over 3 ranks
 laid_out('Y', spec='x[B_X, T, D]')           fix: split B over the experts' axes Y, too

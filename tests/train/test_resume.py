@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from machine import ended
-from refused import pairs
+from refused import named
 from runs import SMALL, losses, records, refusal, train, tree_of, write_text
 
 from scaling.configs import get
@@ -22,7 +22,7 @@ from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES
 
 # by whoever finds it
-WRONG = pairs("""
+WRONG = named("""
 flags                           words of the refusal
 --seed 5                        was begun with --seed 0, not 5
 --seed 5 --lr 0.5               --seed 0, not 5
