@@ -239,12 +239,13 @@ def others_idle(chip: Chip) -> Chip:
     return replace(chip, measured=(*rows, *chip.measured))
 
 
-def pipelined(stages: Sequence[float], microbatches: int, alone: Sequence[float] = ()) -> float:
+def pipelined(stages: Sequence[float], microbatches: int, alone: Sequence[float] = (), idle: float = 1.0) -> float:
     """Return the seconds of a pipelined step with these seconds per stage: in slot k stage z has microbatch k - z.
 
     `stages` are the seconds of each stage while all stages are active, `alone` the seconds while all others are idle,
     as when the pipeline fills and drains. Without `alone`, each rank is taken to have a processor to itself, so both
-    are equal. Otherwise active ranks share the processors, and are as fast as alone until they outnumber them.
+    are equal. Otherwise active ranks share the processors, and are as fast as alone until they outnumber them. `idle`
+    is the share of the time for filling and draining that remains where a schedule does other work in it.
     """
     Z, M = len(stages), microbatches
 
@@ -256,4 +257,5 @@ def pipelined(stages: Sequence[float], microbatches: int, alone: Sequence[float]
             took, done = took + (stages[z] - done) * (ratio if busy == 1 < Z else max(ratio, busy / Z)), stages[z]
         return took
 
-    return sum(slot([z for z in range(Z) if 0 <= k - z < M]) for k in range(M + Z - 1)) / M
+    busy = slot(range(Z))
+    return busy + idle * (sum(slot([z for z in range(Z) if 0 <= k - z < M]) for k in range(M + Z - 1)) / M - busy)

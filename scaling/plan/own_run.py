@@ -58,6 +58,4 @@ def own_run(
         lines += ["  on CPUs or GPUs, because PyTorch on TPUs is not supported here"]
     said = f"  By its own count (--dry-run): {chosen.seconds:.3g} s a step, {report.size(chosen.memory)} a rank"
     lines += [f"{said}; sent in a step over {sent}" if sent else said]
-    if (name := chosen.settings.schedule_on(chosen.sizes)) in ("zb-h1", "dualpipev"):
-        lines.append(f"  These are the seconds of 1F1B, whose idle time {name} fills in part with gradients of weights")
     return [*lines, "", *cost_table(chosen.step.fullest).splitlines()] if explain else lines

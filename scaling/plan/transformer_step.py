@@ -10,7 +10,8 @@ from scaling.common import console
 from scaling.cost.counted import CountedStep, Prediction, measured_row, others_idle, pipelined, price, weighted_sum
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
-from scaling.plan import report
+from scaling.plan import ledger, report
+from scaling.plan.job import SCHEDULES, Layout
 from scaling.strategies.transformer.types import slots_of
 from scaling.train import dry
 from scaling.train.programs import chunks_on, step_by_symbols
@@ -36,9 +37,8 @@ def predict_transformer(
 ) -> StepForecast:
     """Price a Transformer's training step, stage by stage.
 
-    Stages do the work of once per step, such as the optimizer's update, at the same time. An interleaved pipeline fills
-    and drains by chunks. ZB-H1 and DualPipeV are priced as 1F1B, though they fill part of its idle time with gradients
-    of weights. `shape` is the slice of a torus that the mesh is laid on.
+    Stages do the work of once per step, such as the optimizer's update, at the same time. `shape` is the slice of a
+    torus that the mesh is laid on.
 
     Raises:
         ShardingError, ValueError: The arrays do not divide over the mesh, or the step does not fit.
@@ -70,11 +70,24 @@ def predict_transformer(
             once = weighted_sum([(2, whole), (-1, twice)])  # and the step's work once
             beside = priced(each)
             alone = beside.own / faster + sum(t for t in priced(each, others_idle(chip)).comms.values())
-            kinds[kind] = priced(whole), seconds(beside), alone, seconds(priced(once))
+            idle = idle_share(settings, sizes, each)
+            kinds[kind] = priced(whole), seconds(beside), alone, seconds(priced(once)), idle
         stages.append(kinds[kind])
-    whole, beside, alone, once = zip(*stages, strict=True)
-    turns = M * chunks_on(settings, sizes) if settings.pipeline.startswith("interleaved") else M
-    return StepForecast(whole, pipelined(beside, turns, alone) + max(once))
+    whole, beside, alone, once, idles = zip(*stages, strict=True)
+    return StepForecast(whole, pipelined(beside, M, alone, max(idles)) + max(once))
+
+
+def idle_share(settings: Settings, sizes: Mapping[str, int], stage: CountedStep) -> float:
+    """Return the idle time of a stage's schedule as a share of 1F1B's.
+
+    A forward pass does one of three equal products of each layer, or one of four if the layer is computed again. So do
+    the gradients of weights, but attention has none.
+    """
+    name = settings.pipeline.partition(":")[0]
+    layout = Layout(schedule=name if name in SCHEDULES else "1f1b", chunks=chunks_on(settings, sizes))
+    passes = 3 + (settings.remat == "block")
+    weights = 1 - stage.attention.amount / stage.flops
+    return float(ledger.idle(layout, weights, 1.0, passes - 1.0))
 
 
 def cost_table(part: Prediction) -> str:
