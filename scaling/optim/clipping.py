@@ -43,20 +43,26 @@ def global_norm(grads, specs, mesh, row: int = LIMITS.row) -> Tensor:
     once, and partial sums (`{U_X}`) are refused. There is one AllReduce of a scalar per set of axes. Under
     torch.compile the specs must be strings.
     """
+    return norm_and_squares(grads, specs, mesh, row)[0]
+
+
+def norm_and_squares(grads, specs, mesh, row: int = LIMITS.row) -> tuple[Tensor, list[Tensor]]:
+    """Return the `global_norm`, and for each leaf the sum of the squares that this rank holds, in float64."""
     check_reduced(grads, specs, mesh)
     if not torch.compiler.is_compiling():
         tree.check_floats(grads, "grads")
         if len(devices := {str(g.device) for g in tree.leaves(grads)}) > 1:
             raise ValueError(f"grads are on {', '.join(sorted(devices))}\n  fix: move them to one device")
-    parts: dict[str, list[Tensor]] = {}
-    for axes, grad in zip(mesh.constant(_split_over, *tree.leaves(specs)), tree.leaves(grads), strict=True):
-        parts.setdefault(axes, []).append(grad)
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in tree.leaves(grads)) else torch.float32
+    squares = [sum_of_squares(g, dtype, row) for g in tree.leaves(grads)]
+    parts: dict[str, list[Tensor]] = {}
+    for axes, square in zip(mesh.constant(_split_over, *tree.leaves(specs)), squares, strict=True):
+        parts.setdefault(axes, []).append(square)
     total = torch.zeros((), dtype=dtype, device=device_of(grads))
     for axes, part in parts.items():
-        square = torch.stack([sum_of_squares(g, dtype, row) for g in part]).sum().to(dtype)
+        square = torch.stack(part).sum().to(dtype)
         total = total + (all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)
-    return total.sqrt()
+    return total.sqrt(), squares
 
 
 def sum_of_squares(x: Tensor, dtype: torch.dtype = torch.float32, row: int = LIMITS.row) -> Tensor:

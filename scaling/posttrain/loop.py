@@ -26,6 +26,7 @@ from scaling import optim, tree
 from scaling.collectives import all_reduce, shard, transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh, Mesh
+from scaling.optim.clipping import norm_and_squares
 from scaling.posttrain import losses
 from scaling.posttrain.losses import PLAIN, Clip, Rollouts
 from scaling.posttrain.rewards import Prompt, number_of, prompts_of_step, score_answers
@@ -264,8 +265,8 @@ def update_policy(
     scale = float(state.get("scale", 1.0))
     given = settings.step_options(mesh.sizes) | {"sums": kept, "scale": scale, "mean": False}
     _, grads = transformer.loss_and_grads(frozen | params, tokens, targets, config, mesh, weights=-slope, **given)
-    norm = optim.global_norm(grads, types, mesh)
-    finite = guards.check_scaled(state, sums["loss"], norm, grads, types, mesh, n)
+    norm, squares = norm_and_squares(grads, types, mesh)
+    finite = guards.check_scaled(state, sums["loss"], norm, squares, types, mesh, n)
     clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
     params, state = optimizer.update(clipped, state, params, donate=True, **finite)
     rows, largest = len(batch.rewards), torch.where(mask, logprobs - old, 0.0).abs().max()

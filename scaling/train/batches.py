@@ -161,13 +161,20 @@ class Mixture:
         return any(self.sources[i].several_documents(numbers[sources == i]) for i in {*sources.tolist()})
 
 
-def prefetch(source: Mixture, seen: int, batch: int, rows: slice = slice(None)) -> Iterator[Batch]:
-    """Yield these rows of the batches that follow the first `seen` sequences, while a thread prefetches the next."""
+def prefetch(source: Mixture, seen: int, batch: int, rows: slice = slice(None)) -> Iterator[tuple[Batch, bool]]:
+    """Yield these rows of the batches that follow the first `seen` sequences, while a thread prefetches the next.
+
+    Each comes with whether a row of the whole batch has tokens of several documents, which is equal on all ranks.
+    """
+
+    def read(seen: int) -> tuple[Batch, bool]:
+        return source.batch_at(seen, rows), source.several_documents(seen)
+
     with ThreadPoolExecutor(1, "batches") as reader:
-        coming = reader.submit(source.batch_at, seen, rows)
+        coming = reader.submit(read, seen)
         while True:
             here, seen = coming.result(), seen + batch
-            coming = reader.submit(source.batch_at, seen, rows)
+            coming = reader.submit(read, seen)
             yield here
 
 

@@ -60,27 +60,28 @@ def check_same(typed: Sequence[tuple[str, Tensor, Spec]], mesh, step: int) -> No
             )
 
 
-def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> None:
-    """Check that the loss and the norm of the gradients are finite, before the params and optimizer are updated.
+def check_finite(loss: Tensor, norm: Tensor, squares: Sequence[Tensor], specs, mesh, step: int) -> None:
+    """Check that the loss and the norm of the gradients are finite.
+
+    `squares`: what `optim.clipping.norm_and_squares` returns for these gradients, whose types are `specs`.
 
     Raises:
         ArithmeticError: One is not finite; the message names the gradients and ranks.
     """
     if math.isfinite(loss.item()) and math.isfinite(norm.item()):
         return
-    typed = tree.paired(grads, specs, "grads")
-    bad = zip(typed, ranks_not_finite(typed, mesh), strict=True)
-    found = [f"{where} on ranks {ranks}" for (where, *_), ranks in bad if ranks]
+    bad = zip(tree.named_leaves(specs, "grads"), ranks_of(torch.stack([*squares]).isfinite(), mesh), strict=True)
+    found = [f"{where} on ranks {ranks}" for where, ranks in bad if ranks]
     more = f" and {len(found) - 3} more leaves" if len(found) > 3 else ""
     raise ArithmeticError(
         f"step {step}: the loss is {loss.item()}, the gradients' norm {norm.item()}; not finite: "
         f"{'; '.join(found[:3]) or 'the loss alone'}{more}\n"
         "  fix: try a lower --lr, a longer --warmup, or --dtype fp32; "
-        "the params have not been updated with these gradients"
+        "no checkpoint has been updated with these gradients"
     )
 
 
-def check_scaled(state: Mapping, loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> dict:
+def check_scaled(state: Mapping, loss: Tensor, norm: Tensor, squares: Sequence[Tensor], specs, mesh, step: int) -> dict:
     """Return the optimizer's option {"finite": whether the norm is finite}, or {} if its state has no loss scale.
 
     Raises:
@@ -88,17 +89,18 @@ def check_scaled(state: Mapping, loss: Tensor, norm: Tensor, grads, specs, mesh,
             scale or it is already 1.
     """
     if float(state.get("scale", 1.0)) <= 1 or not math.isfinite(loss.item()):
-        check_finite(loss, norm, grads, specs, mesh, step)
+        check_finite(loss, norm, squares, specs, mesh, step)
     return {"finite": math.isfinite(norm.item())} if "scale" in state else {}
 
 
-def leaf_norms(grads, specs, mesh) -> Tensor:
-    """Return float64[leaves], the norm of each whole gradient in the order of `tree.named_leaves`, on every rank."""
-    squares = [
-        leaf.double().square().sum() * first_replica(spec, mesh.coord, mesh)
-        for _, leaf, spec in tree.paired(grads, specs)
-    ]
-    return gather_over_ranks(torch.stack(squares), mesh).sum(0).sqrt()
+def leaf_norms(squares: Sequence[Tensor], specs, mesh) -> Tensor:
+    """Return float64[leaves], the norm of each whole gradient in the order of `tree.named_leaves`, on every rank.
+
+    `squares`: as in `check_finite`.
+    """
+    counted = [first_replica(parse(spec), mesh.coord, mesh) for spec in tree.leaves(specs)]
+    once = torch.stack([*squares]) * torch.tensor(counted, device=mesh.device)
+    return gather_over_ranks(once, mesh).sum(0).sqrt()
 
 
 @dataclass
@@ -126,11 +128,14 @@ class Losses:
 
 def gather_over_ranks(x: Tensor, mesh) -> Tensor:
     """x[N] of each rank -> [world, N] on every rank, on the CPU."""
-    axes = [axis for axis, size in mesh.sizes.items() if size > 1]
-    if not axes:
-        return x[None].cpu()
+    return gather_on_device(x, mesh).cpu()
+
+
+def gather_on_device(x: Tensor, mesh) -> Tensor:
+    """x[N] of each rank -> [world, N] on the mesh's device, for which the host does not wait."""
+    axes, x = [axis for axis, size in mesh.sizes.items() if size > 1], x[None].to(mesh.device, non_blocking=True)
     split = Spec("h", (("R", tuple(axes)), ("N", ())))
-    return all_gather(f"{split} -> h[R, N]", x[None].to(mesh.device), mesh).cpu()
+    return all_gather(f"{split} -> h[R, N]", x, mesh) if axes else x
 
 
 def _on(mesh, scalars: Sequence[Tensor]) -> Tensor:
@@ -163,8 +168,12 @@ def odd_weights(n: int, step: int, device) -> Tensor:
 
 def ranks_not_finite(typed, mesh) -> list[list[int]]:
     """Return the ranks on which an element is not finite, for each leaf of `tree.paired`."""
-    good = gather_over_ranks(_on(mesh, [all_finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
-    return [(leaf == 0).nonzero().flatten().tolist() for leaf in good.unbind(1)]
+    return ranks_of(_on(mesh, [all_finite(leaf) for _, leaf, _ in typed]), mesh)
+
+
+def ranks_of(good: Tensor, mesh) -> list[list[int]]:
+    """Return for each of good[leaves] the ranks on which it is False."""
+    return [(leaf == 0).nonzero().flatten().tolist() for leaf in gather_over_ranks(good.long(), mesh).unbind(1)]
 
 
 def all_finite(x: Tensor) -> Tensor:

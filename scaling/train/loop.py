@@ -1,6 +1,8 @@
 """Run the steps of a training run, with logging, guards, evaluations and checkpoints between them.
 
 A run writes metrics.jsonl and checkpoints. It saves a checkpoint and ends when the file `stop` appears in its folder.
+On a GPU the host launches a step before it reads the loss of the step before, so the GPU's queue does not run empty.
+Each loss has been read before a checkpoint is written, an evaluation is made or replicas are compared.
 """
 
 import json
@@ -9,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +51,27 @@ from scaling.train.step import (
 )
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
+AHEAD = {"cuda": 1}  # steps that are launched before the host reads the values of one, so that a device never waits
+
+
+class Launched(NamedTuple):
+    """A step whose values the host has not read.
+
+    Attributes:
+        number: Its number.
+        began: When the host began it.
+        lr: Its learning rate, on the device.
+        log: Its trace.
+        metrics: Its metrics, on the device.
+        asked: What `ask_to_stop` returned after it.
+    """
+
+    number: int
+    began: float
+    lr: torch.Tensor
+    log: Log
+    metrics: dict[str, Any]
+    asked: torch.Tensor
 
 
 def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dict:
@@ -71,6 +94,9 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     coming = prefetch(train, seen - first, settings.batch, rows)
     agreed = torch.tensor([*blake2b(json.dumps(made_with).encode(), digest_size=16).digest()])
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
+    ahead = 0 if settings.dtype == "fp16" else AHEAD.get(mesh.device.type, 0)
+    launched: list[Launched] = []  # the steps whose values have not been read, the oldest first
+    read_at = 0.0
     wait_for_ranks(mesh)
     if mesh.rank == 0:
         if keep is not None:
@@ -86,36 +112,48 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     flight = Flight(out, mesh.rank)
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
         began = time.perf_counter()
-        batch, place = next(coming), seen - first
+        (batch, several), place = next(coming), seen - first
         if settings.guard_every and (number - start - 1) % settings.guard_every == 0:
             held = {"params": params, "optimizer": state, "options and data": agreed, "batch": list(batch)}
             held |= {"first rows": list(train.batch_at(place, slice(len(batch[0]))))}
             guards.check_replicas(held, specs | data_types(mesh), mesh, number)
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
             began = time.perf_counter()
-        lr = lr_at(state["step"]).item()
+        lr = lr_at(state["step"])
         with flight.step(number) as log:
             part: list = [to_mesh(x[:, tokens], mesh) for x in batch]
-            if not train.several_documents(place):  # no row of the whole batch needs a mask, which costs T^2
+            if not several:  # no row of the whole batch needs a mask, which costs T^2
                 part[2] = None
-            params, state, metrics = step(params, state, part, donate=True)
-            loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
-        seconds, waited = time.perf_counter() - began, guards.wait_seconds(log) if mesh.device.type == "cpu" else None
-        pace.add(seconds, waited or 0.0)
+            params, state, metrics = step(params, state, part, donate=True, read=not ahead)
         seen += settings.batch
-        result |= {"step": number, "loss": loss, "sequences": seen}
-        record = progress.record(number, loss, norm, seconds, waited)
-        record |= {"lr": lr} | ({"expert_load": expert_shares(log, mesh)} if log.loads else {})
-        record |= {"loss_scale": metrics["scale"]} if "scale" in metrics else {}
-        last, asked = number == settings.steps, stop_requested(out, mesh)
-        if last or asked or (settings.eval_every and number % settings.eval_every == 0):
-            result["valid"] = record["valid"] = evaluate(frozen | params, valid, settings, mesh)
-            record |= {"sample": continuation(frozen | params, settings, mesh)} if settings.sample else {}
-        progress.report(record)
-        if settings.norms:
-            progress.norms(number, tree.named_leaves(types), metrics["norms"].tolist())
-        progress.warn(losses.jump(loss, number))
-        if last or asked or (settings.save_every and number % settings.save_every == 0):
+        launched.append(Launched(number, began, lr, log, metrics, ask_to_stop(out, mesh)))
+        asked = len(launched) > ahead and bool(launched[0].asked.any())
+        last = asked or number == settings.steps
+        evaluates = last or (settings.eval_every and number % settings.eval_every == 0)
+        saves = last or (settings.save_every and number % settings.save_every == 0)
+        guards_next = settings.guard_every and (number - start) % settings.guard_every == 0
+        while len(launched) > (0 if evaluates or saves or guards_next else ahead):
+            one = launched.pop(0)
+            metrics, loss, norm = one.metrics, one.metrics["loss"].item(), one.metrics["grad_norm"].item()
+            seconds, read_at = time.perf_counter() - max(one.began, read_at), time.perf_counter()
+            if ahead:
+                values = metrics["loss"], metrics["grad_norm"], metrics["squares"]
+                guards.check_finite(*values, types, mesh, one.number)
+            waited = guards.wait_seconds(one.log) if mesh.device.type == "cpu" else None
+            pace.add(seconds, waited or 0.0)
+            result |= {"step": one.number, "loss": loss, "sequences": seen}
+            record = progress.record(one.number, loss, norm, seconds, waited) | {"lr": one.lr.item()}
+            record |= {"expert_load": expert_shares(one.log, mesh)} if one.log.loads else {}
+            record |= {"loss_scale": metrics["scale"]} if "scale" in metrics else {}
+            if evaluates and not launched:
+                result["valid"] = record["valid"] = evaluate(frozen | params, valid, settings, mesh)
+                record |= {"sample": continuation(frozen | params, settings, mesh)} if settings.sample else {}
+            progress.report(record)
+            if settings.norms:
+                norms = guards.leaf_norms(metrics["squares"], types, mesh).tolist()
+                progress.norms(one.number, tree.named_leaves(types), norms)
+            progress.warn(losses.jump(loss, one.number))
+        if saves:
             if saving is not None:
                 saving.result()
             data = {"sequences": seen, "begun": first, "seed": settings.seed}
@@ -227,7 +265,7 @@ def wait_for_ranks(mesh) -> None:
     guards.gather_over_ranks(torch.zeros(1, dtype=torch.int64), mesh)
 
 
-def stop_requested(out: Path, mesh) -> bool:
-    """Return whether the run must save and end. Rank 0 looks for the stop file, and every rank gets its answer."""
+def ask_to_stop(out: Path, mesh) -> torch.Tensor:
+    """Return int64[world, 1], not 0 where a rank has seen the stop file, for which rank 0 alone looks."""
     asked = mesh.rank == 0 and (out / STOP).exists()
-    return bool(guards.gather_over_ranks(torch.tensor([asked], dtype=torch.int64), mesh).any())
+    return guards.gather_on_device(torch.tensor([asked], dtype=torch.int64), mesh)

@@ -21,6 +21,7 @@ from scaling.models import transformer as model
 from scaling.models.dropout import at_step
 from scaling.models.lora import adapter_specs
 from scaling.models.moe import update_bias
+from scaling.optim.clipping import norm_and_squares
 from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import stored_places
@@ -49,7 +50,7 @@ def batch_slices(batch: int, length: int, mesh) -> tuple[slice, ...]:
 
 def to_mesh(x: torch.Tensor, mesh) -> torch.Tensor:
     """t[B_PXE, T_C] of this rank -> the same on the mesh's device, with its type declared."""
-    return tree.declare(x.to(mesh.device).contiguous(), batch_type(mesh), mesh)
+    return tree.declare(x.to(mesh.device, non_blocking=True).contiguous(), batch_type(mesh), mesh)
 
 
 def stored_layout(settings: Settings, mesh) -> tuple[dict, dict[str, list[int]]]:
@@ -156,8 +157,9 @@ def begin_state(settings: Settings, mesh, optimizer: optim.Optimizer, params) ->
 
 
 def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limits = LIMITS) -> Callable:
-    """Return f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm).
+    """Return f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm, leaves' squares).
 
+    The squares are those of `optim.clipping.norm_and_squares`.
     In a run that moves the biases of experts, their gradients are the tokens by expert, which the norm leaves out.
     `frozen`: the params that have no gradients; `limits`: as in StepOptions.
     """
@@ -172,7 +174,7 @@ def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limi
             others | params, inputs, targets, config, mesh, segments=segments, seed=seed, sums=sums, scale=scale,
             limits=limits, loads=settings.balancing > 0, **options,
         )  # fmt: skip
-        return loss, grads, optim.global_norm(split_loads(grads, settings)[0], types, mesh, limits.row)
+        return loss, grads, *norm_and_squares(split_loads(grads, settings)[0], types, mesh, limits.row)
 
     return f
 
@@ -234,14 +236,16 @@ def as_graph(f: Callable) -> Callable:
 
 
 def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict | None = None) -> Callable:
-    """Return step(params, opt_state, (tokens, targets, segments), donate) -> (params, opt_state, metrics).
+    """Return step(params, opt_state, (tokens, targets, segments), donate, read) -> (params, opt_state, metrics).
 
-    Metrics are {"loss", "grad_norm"}. With `settings.norms` they also have "norms", the norm of each leaf's gradient,
-    and with float16 the "scale" of the loss. With float16, a step whose gradients are not finite leaves the params
-    alone and halves the scale. In a run with adapters `params` are the adapters alone, and the others are `frozen`.
+    Metrics are {"loss", "grad_norm", "squares"} (see `gradients`), and with float16 the "scale" of the loss. With
+    float16, a step whose gradients are not finite leaves the params alone and halves the scale. In a run with adapters
+    `params` are the adapters alone, and the others are `frozen`.
 
-    The step raises ArithmeticError if halving cannot help: the loss is not finite, or the gradients are not finite and
-    there is no scale or it is already 1.
+    The step raises ArithmeticError before it updates the params if halving cannot help: the loss is not finite, or the
+    gradients are not finite and there is no scale or it is already 1. With `read=False` it does not read these values,
+    so the host need not wait for the device, and the caller has to check them by `guards.check_finite`. That is for
+    steps without a scale; with dropout the host still reads the number of the step.
     """
     check_compiled(settings, mesh.sizes)
     f, updated = gradients(settings, mesh, frozen=frozen), Updated(settings, mesh)
@@ -249,14 +253,14 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict
     types = updated.types
     moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # Muon is not elementwise
 
-    def step(params, state, batch, donate: bool = False):
-        number, scale = int(state["step"]) + 1, float(state.get("scale", 1.0))
-        loss, grads, norm = f(params, batch, number, scale)
-        metrics = {"loss": loss, "grad_norm": norm} | ({"scale": scale} if "scale" in state else {})
+    def step(params, state, batch, donate: bool = False, read: bool = True):
+        number = int(state["step"]) + 1 if read or settings.model.dropout else 0
+        scale = float(state.get("scale", 1.0))
+        loss, grads, norm, squares = f(params, batch, number, scale)
+        metrics = {"loss": loss, "grad_norm": norm, "squares": squares}
+        metrics |= {"scale": scale} if "scale" in state else {}
         grads, loads = split_loads(grads, settings)
-        options = moved | guards.check_scaled(state, loss, norm, grads, types, mesh, number)
-        if settings.norms:
-            metrics["norms"] = guards.leaf_norms(grads, types, mesh)
+        options = moved | (guards.check_scaled(state, loss, norm, squares, types, mesh, number) if read else {})
         clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
         shards, state = optimizer.update(clipped, state, updated.shards(params), donate=donate, **options)
         if loads and options.get("finite", True):
@@ -306,7 +310,7 @@ def counted_run(
     with peak_memory(saw, memory):
         tree.map(torch.Tensor.detach, (params, state))  # so that they are counted from the beginning
         step = gradients(settings, mesh, frozen, limits)
-        _, grads, _ = step(trained, batch if documents else [*batch[:2], None])
+        _, grads, *_ = step(trained, batch if documents else [*batch[:2], None])
         shards = updated.shards(trained)
         if settings.optimizer == "muon":  # Muon's update sends, too
             scaled = {"finite": True} if "scale" in state else {}

@@ -140,12 +140,13 @@ def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     other, larger = (Mixture((hold_out(counting(3000), 6, 32, seed)[0],), (2,)) for seed in (6, 5))
     assert chosen(other, 0) != [(0, i) for i in seen[:6]]
     assert chosen(larger, 6) == [(0, i) for i in seen[6:12]]  # a batch of another size sees the same order
-    for step, (ids, targets, segments) in enumerate(
+    for step, ((ids, targets, segments), several) in enumerate(
         islice(prefetch(Mixture((first,), (1,)), 8, 4), 5), 2
     ):  # by a thread
         assert ids[:, 0].tolist() == [32 * number for number in seen[4 * step : 4 * step + 4]]
         assert torch.equal(targets, torch.where((ids + 1) % 3 == 0, ids + 1, IGNORED))
         assert torch.equal(segments, 1 + (ids >= 500).long() + (ids >= 1000).long())
+        assert several == Mixture((first,), (1,)).several_documents(4 * step)
     assert valid.first == first.last == valid.rows(range(valid.sequences))[0].min()
     short = hold_out(counting(100), 4, 32, seed=5)  # of a short text at least one sequence is held out
     assert [part.sequences for part in short] == [2, 1]

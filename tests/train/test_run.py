@@ -20,6 +20,7 @@ import pytest
 import torch
 from machine import Forked, RankFailed, be_rank
 from runs import ONE, TINY, records, refusal, train, write_text
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaling import launch, tree
 from scaling.configs import get
@@ -76,9 +77,9 @@ def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(monkeyp
     """The latter two every ten steps; nothing else is told."""
     real, compared = loop.make_step, []
 
-    def with_a_wrong_batch(step, params, state, batch, donate):
+    def with_a_wrong_batch(step, params, state, batch, **options):
         targets = torch.full_like(batch[1], 255) if int(state["step"]) == 24 else batch[1]
-        return step(params, state, (batch[0], targets, batch[2]), donate)
+        return step(params, state, (batch[0], targets, batch[2]), **options)
 
     monkeypatch.setattr(loop, "make_step", lambda *given: partial(with_a_wrong_batch, real(*given)))
     monkeypatch.setattr(guards, "check_replicas", lambda state, specs, mesh, step: compared.append(step))
@@ -89,6 +90,47 @@ def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(monkeyp
     assert "step 25: the loss jumped" in jump
     run(ONE, settings("unguarded", guard_every=0, eval_every=0, eval_batches=1))
     assert compared == [1, 11, 21]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that the host reads: on a GPU it would wait for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "bincount")
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_ahead_of_the_reads_learn_the_same_and_stop_at_what_is_not_finite(monkeypatch):
+    """As on a GPU, whose queue must not run empty: such a step reads nothing on the host."""
+    reads, real = [], loop.make_step
+
+    def counted(step, *given, **options):
+        with HostReads() as mode:
+            found = step(*given, **options)
+        reads.append(mode.count)
+        return found
+
+    monkeypatch.setattr(loop, "make_step", lambda *given: partial(counted, real(*given)))
+    how = {"steps": 7, "eval_every": 3, "save_every": 5, "norms": True, "eval_batches": 1}
+    run(ONE, settings("read", **how))
+    assert min(reads) > 1
+    monkeypatch.setattr(loop, "AHEAD", {"cpu": 1})
+    reads.clear()
+    run(ONE, settings("ahead", **how))
+    assert reads == [1] * 7  # the learning rate, which a CPU alone checks
+    names = ("step", "loss", "grad_norm", "lr", "valid")
+    read, ahead = ([[record.get(name) for name in names] for record in records(out)] for out in ("read", "ahead"))
+    assert ahead == read
+    assert records("ahead", "norms.jsonl") == records("read", "norms.jsonl")
+    with pytest.raises(ArithmeticError, match=r"step 2: the loss is nan.*grads\["):
+        run(ONE, settings("broken", steps=9, lr=1e30, warmup=0, save_every=1, guard_every=0))
+    assert [record["step"] for record in records("broken")] == [1]
+    assert 2 not in checkpoint.complete_steps(Path("broken"))
+    Path("ahead/stop").touch()
+    assert run(ONE, settings("ahead", **how | {"steps": 20, "resume": True}))["step"] == 9
+    assert checkpoint.complete_steps(Path("ahead"))[-1] == 9
 
 
 def test_learning_rates_and_that_only_matrices_decay():

@@ -66,9 +66,9 @@ def summed(mesh, settings, dtype, scale=1024.0):
     settings, types = replace(settings, dtype=dtype), transformer.specs(settings.model, mesh)
     params, batch = drawn_params(settings, mesh), batch_of(settings, mesh)
     with trace() as log:
-        term, grads, norm = gradients(settings, mesh)(params, batch, scale=scale)
+        term, grads, norm, squares = gradients(settings, mesh)(params, batch, scale=scale)
     tree.check(grads, types, settings.model.sizes, mesh, torch.promote_types(DTYPES[dtype], torch.float32))
-    norms, whole = guards.leaf_norms(grads, types, mesh), transformer.unshard(grads, settings.model, mesh)
+    norms, whole = guards.leaf_norms(squares, types, mesh), transformer.unshard(grads, settings.model, mesh)
     wanted = torch.stack([g.double().norm() for g in tree.leaves(whole)])
     torch.testing.assert_close((norms, norm.double()), (wanted, wanted.norm()), rtol=1e-5, atol=0)
     return term.item(), whole, {(event.op, str(event.after.name), event.dtype) for event in log.events}
@@ -290,7 +290,7 @@ def test_held_out_and_training_losses_are_the_mean_over_documents_on_any_mesh(me
         rows = held.rows([*range(11), 0])  # 12 rows, which meshes divide: the first one, again, ...
         rows[1][11] = -100  # ... does not count
         settings = replace(settings, batch=12, microbatches=2 if "Z" in on.sizes else 3)
-        loss, _, _ = gradients(settings, on)(mine, [local(x, on) for x in rows])
+        loss, *_ = gradients(settings, on)(mine, [local(x, on) for x in rows])
         assert loss.item() == pytest.approx(total / count, rel=1e-12)
 
 
