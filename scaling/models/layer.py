@@ -211,7 +211,7 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
         values = values | {"Q": Q, "K": K, "V": V}
         if "W_G" in W:
             values["G"] = einsum("y[B_PXZE, T_C, D] * W_G[D, N_Y, H] -> G[B_PXZE, T_C, N_Y, H]", y, W["W_G"])
-    heads = [values[name] for name in ("Q", "K", "V", "G") if name in values]
+    heads = [values["Q"], values["K"], values["V"], *([values["G"]] if "G" in values else [])]
 
     def attend(leaves: dict, Q: Tensor, K: Tensor, V: Tensor, *opened: Tensor) -> Tensor:
         sinks = {"sinks": leaves["sinks"]} if "sinks" in leaves else {}

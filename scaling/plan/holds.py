@@ -100,7 +100,8 @@ def beside_state(
     gathered = (1 + stored * (layers > 1)) * act * (dense + experts)  # this layer's and the next one's
     gathered = np.where(sharded, gathered, 0.0)
     forward, back = (gathered + moment for moment in moments_of_layer(job, c, l))
-    loss = _loss(job, c, l)
+    top = np.where(sharded & np.logical_not(staged), act * (dense + experts), 0.0)  # the last layer's stay for backward
+    loss = _loss(job, c, l) + top
     embedding = (4 * (grad > 0) + grad * (grad < 4)) * first  # its gradient in fp32, and in the dtype of gradients
     largest = (1 - w.up) * np.maximum(dense - w.projections / l.tensor, experts)  # of a layer's leaves
     flying = np.where(sharded & np.logical_not(once), whole / layers, 0.0)  # a layer's gradients, whole, are scattered

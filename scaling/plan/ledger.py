@@ -217,9 +217,11 @@ def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[E
     for lane, elements, rest, data_lane in kinds:
         ways, ranks, _ = weight_ways(job, l, lane)
         used = np.where(ways > 1, sharded, 0)
-        for arrays, size in [(n, elements), *([(alone, rest)] if lane == "weights" else [])]:
-            add("fsdp", lane, "ahead", used * M * arrays, used * M * arrays, act * size)
-            add("fsdp", lane, "ahead", 0, used * scatters * arrays, job.grad_bytes * size)
+        add("fsdp", lane, "ahead", used * M * n, used * M * (n - alone), act * elements)  # the last layer's stay
+        add("fsdp", lane, "ahead", 0, used * scatters * n, job.grad_bytes * elements)
+        if lane == "weights":  # the ends are gathered once
+            add("fsdp", lane, "ahead", used * alone, 0, act * rest)
+            add("fsdp", lane, "ahead", 0, used * scatters * alone, job.grad_bytes * rest)
         reduced = np.where(ranks > 1, 1, 0)
         own = (n * elements + rest) / np.where(l.zero == 3, ways, 1)
         gathers = np.where(l.zero == 1, reduced, 0)  # ZeRO-1: scattered, updated, gathered; else an AllReduce

@@ -170,7 +170,8 @@ class Layers:
     ):
         self.layers, self.mesh, self.gather, self.reduce_when = layers, mesh, gather, reduce_when
         self.reduce, self.reduce_slow, self.bucket, self.gather_back = reduce, reduce_slow, bucket, gather_back
-        self.held: dict[int, Any] | None = {} if keep_weights else None
+        self.held: dict[int, Any] = {}  # the weights of some layers, gathered or in flight
+        self.keep_weights = keep_weights
         self.grads: list[Gradient] = []
         for i, name in enumerate(names):
             W, stack = layers[0][i if trained is None else trained[i]], None if out is None else out[i]
@@ -181,40 +182,51 @@ class Layers:
         self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, the result of `reduce`)
         self.in_flight_slow: list[tuple[int, int, Any, Any]] = []  # (first, end, mesh, the result of `reduce_slow`)
 
-    def start_gather(self, l: int, back: bool = False) -> Any:
-        """Start to gather the weights of layer l and return them, pending; None if there is no such layer."""
-        if not 0 <= l < len(self.layers):
-            return None
-        if self.held is not None and l in self.held:
-            return self.held[l]
-        gather = self.gather_back if back and self.gather_back else self.gather
-        return self.layers[l] if gather is None else gather(self.layers[l], self.mesh)
+    def gather_all(self) -> "Layers":
+        """Gather the weights of all layers, which stay held with `keep_weights`; return self."""
+        for step in (self.start_gather, self.finish_gather):
+            for l in range(len(self.layers)):
+                step(l)
+        return self
 
-    def finish_gather(self, l: int, pending) -> Any:
-        """Wait for layer l's gathered weights and return them."""
-        W = pending if self.gather is None else wait_leaves(pending)
-        if self.held is not None:
+    def start_gather(self, l: int, back: bool = False) -> None:
+        """Start to gather the weights of layer l, unless they are held."""
+        if l not in self.held:
+            gather = self.gather_back if back and self.gather_back else self.gather
+            self.held[l] = self.layers[l] if gather is None else gather(self.layers[l], self.mesh)
+
+    def finish_gather(self, l: int, keep: bool = False) -> Any:
+        """Wait for layer l's gathered weights and return them; they stay held if `keep`, or with `keep_weights`."""
+        W = self.held.pop(l)
+        W = W if self.gather is None else wait_leaves(W)
+        if self.keep_weights or (keep and self.gather_back is None):
             self.held[l] = W
         return W
 
-    def gather_all(self) -> "Layers":
-        """Gather and keep the weights of all layers; return self."""
-        for l, pending in enumerate([self.start_gather(l) for l in range(len(self.layers))]):
-            self.finish_gather(l, pending)
-        return self
+    def forward(self, x, layer: Callable, above: Callable | None = None, keep_last: bool = False) -> tuple[Any, list]:
+        """Run x through all layers by `layer(l, W, x) -> (x, saved)`; return x and the arrays that each layer saved.
 
-    def forward(self, x, layer: Callable) -> tuple[Any, list]:
-        """Run x through all layers by `layer(l, W, x) -> (x, saved)`; return x and the arrays that each layer saved."""
-        kept, prefetched = [], self.start_gather(0)
-        for l in range(len(self.layers)):
-            W = prefetched  # the weights of the layer before are freed
-            prefetched = self.start_gather(l + 1)  # the next gather starts before this one is waited for
-            W = self.finish_gather(l, W)
-            x, saved = layer(l, W, x)
+        Args:
+            x: The first layer's input.
+            layer: One layer's forward.
+            above: Starts to gather what is used after the last layer; called while that layer's weights arrive.
+            keep_last: Whether the last layer's weights stay gathered, because its backward follows at once.
+        """
+        kept, last = [], len(self.layers) - 1
+        self.start_gather(0)
+        for l in range(last + 1):
+            if l < last:
+                self.start_gather(l + 1)  # the next gather starts before this one is waited for
+            elif above is not None:
+                above()
+            x, saved = layer(l, self.finish_gather(l, keep_last and l == last), x)
             kept.append(saved)
         return x, kept
 
-    def backward(self, dx, kept: list, layer: Callable, add: Callable | None = None, *, reduces=True, donate=True):
+    def backward(
+        self, dx, kept: list, layer: Callable, add: Callable | None = None, *, reduces=True, donate=True,
+        below: Callable | None = None,
+    ):  # fmt: skip
         """Run dx through all layers, from the last to the first, by `layer(l, W, dx, saved) -> (dx, dW)`; return dx.
 
         Args:
@@ -224,12 +236,16 @@ class Layers:
             add: `add(l, dW)` takes a layer's gradients; by default the method `add`.
             reduces: Whether this backward starts to reduce the sums: in the last microbatch, or in each.
             donate: Whether `kept` may be emptied.
+            below: Starts to gather what is used after the first layer's backward.
         """
-        add, prefetched = add or partial(self.add, reduces=reduces), self.start_gather(len(self.layers) - 1, back=True)
+        add = add or partial(self.add, reduces=reduces)
+        self.start_gather(len(self.layers) - 1, back=True)
         for l in reversed(range(len(self.layers))):
-            W = prefetched
-            prefetched = self.start_gather(l - 1, back=True)
-            W = self.finish_gather(l, W)
+            if l:
+                self.start_gather(l - 1, back=True)
+            elif below is not None:
+                below()
+            W = self.finish_gather(l)
             saved = kept.pop() if donate else kept[l]
             dx, dW = layer(l, W, dx, saved)
             del W, saved

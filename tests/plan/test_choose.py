@@ -84,11 +84,15 @@ HELD = {what: case for what, *case in read_table(TABLE, globals(), ("what", "rec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held", HELD)
-def test_memory_by_formula_is_the_step_s_own(held):
+def test_memory_and_bytes_over_x_by_formula_are_the_step_s_own(held):
     model, on, remat, M = HELD[held]
     job = Settings(model, "", "", 4 * M, 2048, microbatches=M, dtype="bf16", remat=remat)
     one = next(one for one in choose.evaluated(job, chip("h100"), 4) if choose.mesh_of(one.layout) == on)
-    assert 0.95 < float(one.held.total) / dry.fullest(job, on, "abstract").memory < 1.05
+    step = dry.fullest(job, on, "abstract")
+    assert 0.95 < float(one.held.total) / step.memory < 1.05
+    if "X" in on and "Z" not in on:
+        sent = [calls.amount for line, calls in step.lines.items() if "X" in line.axes and line.op != "AllReduce"]
+        assert one.bytes["fsdp"] == pytest.approx(sum(sent), rel=1e-4)  # and a router's
 
 
 @pytest.mark.slow

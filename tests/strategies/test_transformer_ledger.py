@@ -32,7 +32,8 @@ def traced(config, sizes, step=transformer.loss_and_grads, **options):
 
 
 def test_gathers_and_reductions_are_under_way_while_a_layer_computes():
-    """So no more than two layers' whole gradients are held. Over X all of a layer travels at once."""
+    """So no more than two layers' whole gradients are held. Over X all of a layer travels at once. The unembedding is
+    gathered while the last layer computes, also where that layer is of another kind than the one before."""
     L = 4
     events = traced(PLAIN.with_(L=L), {"X": 2}).events
     assert all(event.async_op for event in events if event.op in ("AllGather", "ReduceScatter"))
@@ -40,17 +41,31 @@ def test_gathers_and_reductions_are_under_way_while_a_layer_computes():
     starts = [i for i, op in enumerate(ops) if op == "ReduceScatter"]  # a layer's, all in one, and those of the ends
     assert len(starts) == L + 2
     assert all(ops[a:b].count("Einsum") >= 14 for a, b in itertools.pairwise(starts[:L]))
+    for config in (PLAIN.with_(L=L), EXPERTS.with_(L=L, dense_layers=(1,), F_dense=40)):
+        events = traced(config, {"X": 2}).events
+        gathers, products = ([e for e in events if e.op == op] for op in ("AllGather", "Einsum"))
+        hidden = [sum(gather.start < product.start < gather.end for product in products) for gather in gathers]
+        assert hidden[:2] == [0, 0]  # the embedding and the first layer
+        assert min(hidden[2:]) >= 7
+        assert len(hidden) == 2 * L - 1 + 2
 
 
 XY, TWO, EACH, STREAMS = {"X": 2, "Y": 2}, {"microbatches": 2}, {"reduce": "each"}, {("AllGather", "Y"): 2 * PLAIN.L}
 
 
 @pytest.mark.parametrize(
-    ("options", "gathers", "scatters"), [({}, 2, 1), ({"keep_weights": True}, 1, 1), (TWO, 4, 1), (TWO | EACH, 4, 2)]
+    ("options", "gathers", "scatters"),
+    [
+        ({}, 2 * PLAIN.L - 1, 1),
+        ({"keep_weights": True}, PLAIN.L, 1),
+        (TWO, 2 * (2 * PLAIN.L - 1), 1),
+        (TWO | EACH, 2 * (2 * PLAIN.L - 1), 2),
+    ],
 )
 def test_bytes_are_part_5_s(options, gathers, scatters):
-    """Over X a layer's weights are gathered in both passes, or once if they are kept, those of the ends once, and each
-    gradient is scattered once, or after each microbatch; over Y the residual stream goes four times a layer.
+    """Over X a layer's weights are gathered in both passes, those of the last layer in the forward alone, all once if
+    they are kept, and those of the ends once. Each gradient is scattered once, or after each microbatch. Over Y the
+    residual stream goes four times a layer.
 
     Every other collective moves one number a token, or a gain.
     """
@@ -64,7 +79,7 @@ def test_bytes_are_part_5_s(options, gathers, scatters):
     gains = (2 * c.L + 1) * c.D * 4
     assert moved == {
         ("ReduceScatter", "X"): scatters * weights,
-        ("AllGather", "X"): weights + (gathers - 1) * c.L * layer // Y * 4,
+        ("AllGather", "X"): weights + (gathers - c.L) * layer // Y * 4,
         ("AllGather", "Y"): stream,
         ("ReduceScatter", "Y"): stream,
         ("AllReduce", "Y"): 4 * tokens,  # the largest logit of each token, and three sums over V
@@ -94,8 +109,9 @@ PLAIN    X=2,Y=2  {}       {"remat": "matmuls"}    STREAMS
 PLAIN    X=2,Y=2  {}       {"remat": "block"}      STREAMS | {("ReduceScatter", "Y"): LAYERS}
 # rows go there and back, as they were routed
 EXPERTS  E=2      {}       {"remat": "block"}      {("AllToAll", "E"): 2 * LAYERS}
-# weights that stay: else a layer's, which travel together, are gathered in both passes of each microbatch
-PLAIN    X=2      KEPT     TWO                     {("AllGather", "X"): 3 * LAYERS}
+# weights that stay: else a layer's, which travel together, are gathered in both passes of each microbatch; the last
+# layer's, which its backward follows at once, in one of them. A stage's backward may follow later
+PLAIN    X=2      KEPT     TWO                     {("AllGather", "X"): 3 * LAYERS - 2}
 PLAIN    Z=2,X=2  KEPT     TWO                     {("AllGather", "X"): 3 * LAYERS // 2}
 # gradients that are scattered twice, a layer's together, beside those of the two tables; stages sum the tables'
 PLAIN    X=2      TWO      TWO | EACH              {("ReduceScatter", "X"): LAYERS + 2}

@@ -211,9 +211,10 @@ def test_too_large_a_batch_is_refused_with_the_largest_that_fits():
 def test_a_step_of_8b_holds_neither_all_logits_nor_its_tables_to_the_end():
     """Beside the state: 4,096 tokens of llama3-8b on a rank of X=32 would have 2.1 GB of float32 logits alone, and each
     table of the vocabulary, its gradient and the buffers of gloo's ReduceScatter take 1.05 GB each, and the sum of the
-    chunks' gradients, in float32, 2.1 GB while the loss is made. Four layers add 0.14 GB."""
+    chunks' gradients, in float32, 2.1 GB while the loss is made. Four layers add 0.14 GB, and the last one's weights,
+    which stay gathered for its backward, 0.44 GB."""
     settings = Settings(get("llama3-8b").with_(L=4), "", "", batch=32, seq=4096, dtype="bf16", remat="block")
-    assert count(settings, {"X": 32}, backend="abstract").step < 4.7e9
+    assert count(settings, {"X": 32}, backend="abstract").step < 5.1e9
     assert count(settings, {"X": 32}, backend="gloo").step < 8.4e9
 
 

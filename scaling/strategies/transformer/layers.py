@@ -97,19 +97,27 @@ def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]
     return [*map(wait, start_leaves(reduced_in_place, "total", dW, mesh, lines))]
 
 
-def move_ends(move: Callable, params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
-    """Return the params outside the layers, or gradients of some, after a `move` of leaves, one of those above."""
+def move_ends(move: Callable, params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Any]:
+    """Start a `move` of leaves, one of those above, of the params outside the layers, or of gradients of some."""
     ends = dict(params)
     for stack in STACKS:
         ends.pop(stack, None)
-    pending = move([*ends.values()], mesh, [*map(lines.__getitem__, ends)])
-    return dict(zip(ends, map(wait, pending), strict=True))
+    return dict(zip(ends, move([*ends.values()], mesh, [*map(lines.__getitem__, ends)]), strict=True))
+
+
+def pop_inputs(ends: dict) -> dict[str, Any]:
+    """Pop the leaves that make the first layer's input, or their gradients."""
+    found = {}
+    for name in ("embed", "positions"):
+        if name in ends:
+            found[name] = ends.pop(name)
+    return found
 
 
 def add_by_name(sums: dict, dW: dict, dtype: torch.dtype) -> None:
-    """Add gradients by name, in this dtype."""
+    """Add gradients by name, in this dtype, after they have arrived."""
     for name, g in dW.items():
-        sums[name] = sums[name].add_(g) if name in sums else g.to(dtype)
+        sums[name] = sums[name].add_(wait(g)) if name in sums else wait(g).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -243,18 +251,24 @@ class LayerGroup:
             reduce_when="each" if step.reduce_each else reduce_when,
         )  # fmt: skip
 
-    def run_forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
-        """Return x, the sum of the layers' extra terms, and the arrays that each layer saved."""
-        at = at.prepared()
-        x, extra, kept_below = self.below.run_forward(x, at) if self.below else (x, 0.0, [])
-        terms = [extra]
+    def run_forward(
+        self, x: Tensor, at: Context, above: Callable | None = None, keep_last: bool = False
+    ) -> tuple[Tensor, Any, list]:
+        """Return x, the sum of the layers' extra terms, and the arrays that each layer saved.
+
+        `above` and `keep_last` are as in `Layers.forward`.
+        """
+        at, kept_below, terms = at.prepared(), [], []
+        if self.below:
+            x, extra, kept_below = self.below.run_forward(x, at, partial(self.engine.start_gather, 0))
+            terms.append(extra)
 
         def run_layer(l: int, W: list, x: Tensor):
             x, term, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.dropped_names)
             terms.append(0.0 if term is None else term)
             return x, saved if self.step.backward else None
 
-        x, kept = self.engine.forward(x, run_layer)
+        x, kept = self.engine.forward(x, run_layer, above, keep_last)
         return x, sum(terms), kept_below + kept
 
     def run_backward(
@@ -281,7 +295,8 @@ class LayerGroup:
             dx, dW = layer_backward(self.structure.unflatten(W[:n]), dx, saved, context, scale)
             return dx, self.trained.flatten_up_to(dW)
 
-        dx = self.engine.backward(dx, kept, run_layer_backward, add, reduces=reduces)
+        below = self.below and partial(self.below.engine.start_gather, len(self.below.engine.layers) - 1, back=True)
+        dx = self.engine.backward(dx, kept, run_layer_backward, add, reduces=reduces, below=below)
         return self.below.run_backward(dx, kept, at, scale, reduces, rest) if self.below else dx
 
     def reduce_all(self) -> None:
@@ -306,10 +321,7 @@ class LayerGroup:
 
 
 def group_layers(step: TrainStep, params: Mapping) -> LayerGroup:
-    """Return the last of the groups of all layers: consecutive layers of one kind are a group above the one before.
-
-    The first layer of a group waits for its weights, which no layer before it gathers.
-    """
+    """Return the last of the groups of all layers: consecutive layers of one kind are a group above the one before."""
     below, first, kinds = None, 0, step.config.kinds
     for stack, same in groupby(kinds):
         given: Any = {"first": first, "count": len([*same]), "start": kinds[:first].count(stack), "below": below}
@@ -334,22 +346,29 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     """Return the loss and the gradients where every rank has all layers.
 
     Gradients are summed over microbatches, and the sums reduced in the last microbatch's backward. ZeRO-1 reduces them
-    after it. If `reduce_each`, each microbatch's gradients are reduced, and the shards summed. A table of the
-    vocabulary is freed after its last use.
+    after it. If `reduce_each`, each microbatch's gradients are reduced, and the shards summed. The params of the head
+    are gathered while the last layer computes. A table of the vocabulary is freed after its last use, and so are the
+    last layer's weights, which stay gathered for the first layer of the backward.
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
-    ends = move_ends(gather_leaves, params, mesh, step.lines)
+    outputs = dict(params)
+    ends = tree.map(wait, move_ends(gather_leaves, pop_inputs(outputs), mesh, step.lines))
     layers = group_layers(step, params)
     after_all = step.options.zero == 1 and not step.reduce_each  # ZeRO-1 reduces after the last backward
     losses, dends, scattered, size = [], {}, {}, len(ends["embed"])
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
     microbatches = zip(batch.contexts, *shares, strict=True)
+
+    def gather_head() -> None:
+        ends.update(move_ends(gather_leaves, outputs, mesh, step.lines))
+
     for m, (at, tokens, targets, weights) in enumerate(microbatches):
         x, last = embed(ends, tokens, at.learned, mesh, config), m == M - 1
         if last and not config.tied:
             del ends["embed"]
-        x, extra, kept = layers.run_forward(x, at)
+        x, extra, kept = layers.run_forward(x, at, None if m else gather_head, keep_last=True)
+        ends = tree.map(wait, ends)
         loss, dx, dW = head(
             ends, x, targets, weights, step.terms, config, mesh, frozen=lora, chunk_bytes=step.limits.chunk
         )
@@ -359,10 +378,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         if last:
             ends.clear()
         if reduces := last or step.reduce_each:
-            first = {}
-            for name in ("embed", "positions"):  # the first layer's input adds to these
-                if name in dends:
-                    first[name] = dends.pop(name)
+            first = pop_inputs(dends)  # to which the backward of the first layer's input adds
             add_by_name(scattered, move_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
             dends = first  # no name holds the others' whole gradients
         dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not after_all)

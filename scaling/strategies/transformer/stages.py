@@ -160,7 +160,7 @@ def stage_ends(params: dict, step: TrainStep) -> dict[str, Tensor]:
         coming[name] = gather(line, params[name], mesh, root=stage, async_op=True)
     held = params | tree.map(wait, coming)
     local = {name: W for name, W in held.items() if vocab_stages.get(name, z) == z}
-    return move_ends(gather_leaves, local, mesh, step.lines)
+    return tree.map(wait, move_ends(gather_leaves, local, mesh, step.lines))
 
 
 def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep) -> dict[str, Tensor]:
