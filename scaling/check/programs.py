@@ -2,20 +2,24 @@
 
     for name, sizes, run in programs(): run(AbstractMesh(sizes))
 
-Every shard has at least two elements along each dim, since a dim of one element shows no split.
+Every shard has at least two elements along each dim, since a dim of one element shows no split. On one device the
+gradients of each kind of Transformer are also compared with the slopes of its loss, since a line of its backward may
+have a wrong array of the right type.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scaling import serve, tree
-from scaling.check.findings import place_of_function
-from scaling.check.strategy import run_layers
+from scaling.check.findings import place_of_function, said
+from scaling.check.strategy import run_layers, with_numbers
 from scaling.collectives.linear import who_watches
 from scaling.configs import Config, Latent, Linear
 from scaling.mesh import AbstractMesh
+from scaling.mesh.meshes import Mesh
 from scaling.models import transformer as model
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
@@ -33,6 +37,8 @@ TRANSFORMERS = {
 }
 FEW_ROWS = "PCY"  # a mesh on which each rank has one row of a microbatch
 SERVING = ("YZ", "heads"), ("YC", "heads"), ("YZ", "heads_batch"), ("YZ", "sequence"), ("XYZ", "2d"), ("EY", "experts")
+STEP = 1e-6  # by which params are moved for a slope
+ROUNDING = 1e-8  # of a slope, relative to the sum of its terms
 LAYERS = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY", "pods": "PXY", "zero": "X"}
 
 
@@ -53,6 +59,8 @@ def programs() -> Iterator[tuple[str, Mapping[str, int], Callable[[Any], Any]]]:
                     else train_transformer(kind, mesh)
                 ),
             )
+    for kind in dict.fromkeys(" ".join(TRANSFORMERS.values()).split()):
+        yield f"transformer, {kind}, derivative", {}, lambda _, kind=kind: check_gradients(kind)
     for axes, form in SERVING:
         yield f"serving, {form}", dict.fromkeys(axes, 2), lambda mesh, form=form: _serving(form, mesh)
     yield "a cache from mesh to mesh", {"Y": 2}, _handover
@@ -96,6 +104,34 @@ def train_transformer(kind: str, mesh: Any, rows: int = 32, documents: bool | No
     _, grads = strategy.loss_and_grads(params, tokens, targets, config, mesh, **options)
     for where, dW, spec in tree.paired(grads, types, "grads"):
         watch.told(dW, spec, f"{where} of loss_and_grads is {spec}", place_of_function(strategy.loss_and_grads))
+
+
+def check_gradients(kind: str) -> None:
+    """Compare a tiny Transformer's gradients with the slopes of its own loss, on one device, in float64."""
+    config, watch = _config(kind), who_watches()
+    assert watch is not None
+    with with_numbers() as generator:
+        params, one = model.init(config, 0, torch.float64), Mesh({})
+        tokens, targets = (torch.randint(config.V, (2, 8), generator=generator) for _ in range(2))
+        options = {"weights": torch.rand(2, 8, generator=generator), "label_smoothing": 0.1, "z_loss": 0.01}
+        grads = tree.named_leaves(strategy.loss_and_grads(params, tokens, targets, config, one, **options)[1], "grads")
+        way = {name: torch.randn(dW.shape, generator=generator, dtype=dW.dtype) for name, dW in grads.items()}
+
+        def loss(step: float, names: Collection[str]) -> Tensor:
+            steps = [step * (name in names) * v for name, v in way.items()]
+            moved = tree.map(torch.add, params, tree.unflatten(params, steps))
+            return strategy.loss_and_grads(moved, tokens, targets, config, one, **options)[0]
+
+        def differs(names: Collection[str]) -> bool:
+            slope = (loss(STEP, names) - loss(-STEP, names)) / (2 * STEP)
+            return bool((slope - sum((grads[name] * way[name]).sum() for name in names)).abs() > rounding)
+
+        rounding = ROUNDING * sum((dW * way[name]).abs().sum() for name, dW in grads.items())
+        wrong = [name for name in grads if differs([name])] if differs(grads) else []
+    for name in wrong:
+        text = f"loss_and_grads returns another {name} than the derivative of its loss, on one device"
+        fix = f"see the lines that make {name}"
+        watch.find("derivative", said(text, "derivative", fix), "", place_of_function(strategy.loss_and_grads))
 
 
 def _serving(form: str, mesh: Any) -> None:

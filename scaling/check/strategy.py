@@ -6,6 +6,7 @@ by comparing numbers on one device.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from scaling.strategies.stack import Strategy
 
 LAYERS = {"L": 2}
 NEAR = 1e-3  # relative to the largest element: float32, through two layers
+ZERO = 1e-9  # relative to the largest element of all results: what rounding leaves of a gradient that is zero
 RATE = 0.1  # the learning rate of the update that is tried
 ONE_BUCKET = 1 << 40  # bytes of a bucket that holds all layers
 
@@ -157,7 +159,7 @@ def wrong_numbers(found: Passes, In: Spec, mesh: Any) -> Iterator[str]:
 
     The numbers are drawn, and the mesh has one device, where collectives are the identity.
     """
-    one, generator, sizes = Mesh(dict.fromkeys(mesh.sizes, 1)), torch.Generator().manual_seed(0), dict(LAYERS)
+    one, sizes = Mesh(dict.fromkeys(mesh.sizes, 1)), dict(LAYERS)
     for dim in [dim for spec in (In, *found.types.values()) for dim in spec.dim_names]:
         sizes.setdefault(dim, int(dim) if dim.isdigit() else len(sizes) + 2)
 
@@ -165,25 +167,39 @@ def wrong_numbers(found: Passes, In: Spec, mesh: Any) -> Iterator[str]:
         assert found.forward is not None
         return found.forward(params, x, one)
 
-    def drawn(shape: Sequence[int]) -> Tensor:
-        return torch.randn(shape, generator=generator)
+    with with_numbers() as generator:
 
+        def drawn(shape: Sequence[int]) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        params = {W: drawn(spec.global_shape(sizes)) for W, spec in found.types.items()}
+        x = drawn(In.global_shape(sizes))
+        Out, pull, *_ = torch.func.vjp(lambda *given: forward(*given)[0], params, x)
+        dOut = drawn(Out.shape)
+        wanted, dx = pull(dOut)
+        assert found.backward is not None
+        dIn, grads = found.backward(dOut, forward(params, x)[1], params, one)
+        updated = found.update(grads, params, one) if found.update else {}
+    results = [("dIn", dIn, dx), *((f"d{W}", grads[W], wanted[W]) for W in params)]
+    results += [(f"new {W}", new, params[W] - RATE * grads[W]) for W, new in updated.items()]
+    yield from differing(results)
+
+
+def differing(results: Sequence[tuple[str, Any, Tensor]]) -> Iterator[str]:
+    """Yield the names of the wrong results, each given as (name, the array or its handle, the right array)."""
+    zero = ZERO * max(due.abs().max() for _, _, due in results)
+    for name, given, due in results:
+        given = given.wait() if isinstance(given, Pending) else given
+        if given.shape != due.shape or not (given - due).abs().max() <= NEAR * due.abs().max() + zero:
+            yield name
+
+
+@contextmanager
+def with_numbers() -> Iterator[torch.Generator]:
+    """Compute with numbers inside the block, which the judge does not watch; yield a generator of them."""
     token = watcher.set(None)
     try:
         with without_modes():
-            params = {W: drawn(spec.global_shape(sizes)) for W, spec in found.types.items()}
-            x = drawn(In.global_shape(sizes))
-            Out, pull, *_ = torch.func.vjp(lambda *given: forward(*given)[0], params, x)
-            dOut = drawn(Out.shape)
-            wanted, dx = pull(dOut)
-            assert found.backward is not None
-            dIn, grads = found.backward(dOut, forward(params, x)[1], params, one)
-            updated = found.update(grads, params, one) if found.update else {}
+            yield torch.Generator().manual_seed(0)
     finally:
         watcher.reset(token)
-    results = [("dIn", dIn, dx), *((f"d{W}", grads[W], wanted[W]) for W in params)]
-    results += [(f"new {W}", new, params[W] - RATE * grads[W]) for W, new in updated.items()]
-    for name, given, due in results:
-        given = given.wait() if isinstance(given, Pending) else given
-        if given.shape != due.shape or not (given - due).abs().max() <= NEAR * due.abs().max():
-            yield name

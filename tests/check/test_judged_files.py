@@ -124,6 +124,12 @@ PLANTED = {  # in lines that only some families have: a program that runs them, 
     "a state that is not handed on": (STATE, RULE, r"S = handed_on\(.*, S, mesh\)\n", "pass\n"),
     "a tail that is not handed on": (STATE, RULE, r"handed_on\(.*, (tail), mesh\)", r"\1"),
     "a gradient over C": (STATE, RULE, r"dW_BA\[D, k_Y, u\] {U_PXEC}", "dW_BA[D, k_Y, u] {U_PXE}"),
+    "a cotangent that is not handed on": (
+        "transformer, plain, derivative", LISTING, r'(dK, own\["W_K"\], out=dy, add)=True', r"\1=False",
+    ),
+    "another factor in a norm's backward": (
+        "transformer, tied, derivative", "models/pointwise", r"-1 / x.shape\[-1\]", "-2 / x.shape[-1]",
+    ),
     "sinks counted by each rank": ("serving, sequence", "serve/forms/sequence", r' / at.mesh.sizes.get\("Z", 1\)', ""),
 }  # fmt: skip
 
