@@ -32,7 +32,8 @@ class Service:
     the prompt and half of the output, its mean length over time, and int8 caches are counted with their scales.
     `latency`: the most seconds of a step; `ttft`, `tpot`: the most seconds that may be forecast for the first token and
     for each further one in an `engine`; None sets no limit. `copied`: experts of the config that are stored twice.
-    `headroom`: the share of the memory to fill. `mfu`: the MFU of prefill on TPUs.
+    `headroom`: the share of the memory to fill. `mfu`: the MFU of prefill on TPUs. `wait`: the decode steps that the
+    engine is set to wait before it runs prompts.
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Service:
     tpot: float | None = None
     engine: str = "vllm"
     copied: int = 0
+    wait: int = 0
 
     def __post_init__(self):
         one_of("engine", self.engine, ENGINES)

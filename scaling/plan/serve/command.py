@@ -57,6 +57,10 @@ def _parser() -> Parser:
     parser.add_argument("--ttft", type=number(1e-6), help="the most ms to the first token, as forecast")
     parser.add_argument("--tpot", type=number(1e-6), help="the most ms of each further token, as forecast")
     parser.add_argument("--engine", choices=ENGINES, default="vllm", help="whose rates forecast the first token")
+    parser.add_argument(
+        "--wait", type=integer(), default=0, help="decode steps that the engine waits before it runs prompts "
+        "(SGLang's --scheduler-recv-interval, TensorRT-LLM's batch_wait_timeout_iters; default 0)",
+    )  # fmt: skip
     parser.add_argument("--form", choices=decoding.FORMS, help="sharding form of the step (default: the best)")
     parser.add_argument(
         "--headroom", type=number(1e-6, 1), default=ROOM, help=f"fraction of the memory to plan with (default {ROOM})"
@@ -93,7 +97,7 @@ def service(args) -> Service:
     latency, ttft, tpot = (most and most / 1e3 for most in (args.latency, args.ttft, args.tpot))
     return Service(
         get(args.model), context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu,
-        True, ttft, tpot, args.engine,
+        True, ttft, tpot, args.engine, wait=args.wait,
     )  # fmt: skip
 
 

@@ -98,7 +98,8 @@ class FirstWork:
         experts: Whether the model has experts.
         fp4: Whether the chips have FP4, and the weights are quantized.
         batch: The number of requests at once.
-        dp_attention: Whether attention is data parallel, so that its replicas have different requests.
+        replicas: The number of replicas of attention, which run their prompts at the same time.
+        wait: The decode steps that the engine is set to wait before it runs a prompt.
         token: Seconds of a token.
     """
 
@@ -110,45 +111,45 @@ class FirstWork:
     experts: Amount
     fp4: Amount
     batch: Amount
-    dp_attention: Amount
+    replicas: Amount
+    wait: Amount
     token: Amount
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """The delays of a serving engine before a request's first token.
+    """The delays of a serving engine before a request's first token, and the kernels' times, as all call such kernels.
 
     Attributes:
         layer: Seconds for starting the kernels of a prompt's layer, which no graph has captured.
-        dense: The time of a dense model's prompt as a multiple of its FLOPs' time at the peak.
-        experts: The multiple for models with experts.
-        fp4: A further multiple for quantized weights on chips with FP4, whose kernels are younger and farther from
-            their peaks.
+        latent: A further multiple of `layer` for latent attention.
         queue: The prompts that run before a request's own, as a share of the other requests; at most AT_ONCE.
         steps: The decode steps that run before the first text is sent.
-        burst: Seconds for each square root of the number of requests, as bursts of random arrivals grow with it.
-        fp4_burst: A further multiple of `burst` where `fp4` counts.
-        latent: A further multiple of `layer` for latent attention.
-        dp_attention: A further multiple of `queue` for data parallel attention, whose replicas wait for each other.
+        wait: The share of the steps that the engine is set to wait which do pass.
+        burst: Seconds for each square root of the number of requests, as bursts of random arrivals grow with it; none
+            where `fp4` counts.
+        dense: The time of a dense model's prompt as a multiple of its FLOPs' time at the peak.
+        moe: The multiple for models with experts.
+        fp4: A further multiple for quantized weights on chips with FP4, whose kernels are younger and farther from
+            their peaks.
     """
 
     layer: float
-    dense: float
-    experts: float
-    fp4: float
+    latent: float
     queue: float
     steps: float
+    wait: float
     burst: float
-    fp4_burst: float
-    latent: float
-    dp_attention: float
+    dense: float
+    moe: float
+    fp4: float
 
     def prompt(self, work: FirstWork) -> Amount:
         """Return the seconds in which chips compute and send a prompt.
 
         A short prompt of a model with experts takes as long as reading the experts.
         """
-        rate = np.where(work.experts, self.experts, self.dense) * np.where(work.fp4, self.fp4, 1.0)
+        rate = np.where(work.experts, self.moe, self.dense) * np.where(work.fp4, self.fp4, 1.0)
         return np.maximum(rate * work.peak, work.weights) + work.sent
 
     def starts(self, work: FirstWork) -> Amount:
@@ -156,16 +157,18 @@ class EngineRates:
         return self.layer * work.layers * np.where(work.latent, self.latent, 1.0)
 
     def first(self, work: FirstWork) -> Amount:
-        """Return the seconds to the first token, where prompts run between the steps."""
-        queue = np.minimum(AT_ONCE, self.queue * np.where(work.dp_attention, self.dp_attention, 1.0))
-        burst = self.burst * np.where(work.fp4, self.fp4_burst, 1.0) * work.batch**0.5
-        waits = (1 + queue * (work.batch - 1)) * self.prompt(work)
-        return self.starts(work) + waits + self.steps * work.token + burst
+        """Return the seconds to the first token, where prompts run between the steps.
+
+        A prompt takes the chips of its replica alone, and so `replicas` times as long as on all chips.
+        """
+        before = np.minimum(AT_ONCE, self.queue) * (work.batch - work.replicas)
+        steps = (self.steps + self.wait * work.wait) * work.token
+        burst = np.where(work.fp4, 0.0, self.burst) * work.batch**0.5
+        return self.starts(work) + (work.replicas + before) * self.prompt(work) + steps + burst
 
 
 GPU, TPU = (Rates(**TABLE[kind]) for kind in ("gpu", "tpu"))
-ENGINES = {name: EngineRates(**rates) for name, rates in TABLE["engines"].items()}
-KERNELS = ENGINES["vllm"]  # prompts between steps take as long in every engine: all call such kernels
+ENGINES = {name: EngineRates(**rates, **TABLE["kernels"]) for name, rates in TABLE["engines"].items()}
 BUSY = 0.7  # the share of time that chips which only run prompts are busy
 WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for such chips, in units of a prompt's time (a queue of random arrivals)
 
@@ -189,7 +192,8 @@ class PromptRun:
         sent = 2 * c.L * 2 * s.prompt * c.D / chip.bandwidth("node") if ranks > 1 else 0.0  # switches add partial sums
         read = GPU.weights * s.load.read(s.prompt) / (self.chips * chip.need("hbm_bw"))
         fp4 = "fp4" in dict(chip.peaks) and s.weights != "bf16"
-        return FirstWork(self.peak, read, sent, c.L, bool(c.latent), c.moe, fp4, batch, ranks < self.chips, token)
+        replicas = self.chips / ranks
+        return FirstWork(self.peak, read, sent, c.L, bool(c.latent), c.moe, fp4, batch, replicas, s.wait, token)
 
     @property
     def peak(self) -> float:
@@ -200,7 +204,7 @@ class PromptRun:
         """Return the seconds in which the chips compute and send, if `ranks` of them share attention."""
         c, chip = self.service.config, self.chip
         if chip.kind == "gpu":
-            return float(KERNELS.prompt(self.work(ranks)))
+            return float(ENGINES[self.service.engine].prompt(self.work(ranks)))
         moved = decoding.StepCollective("AllReduce", "X", "Y", 2 * self.service.prompt * c.D, 2 * c.L)
         reduced = decoding.collective_seconds(moved, chip, self.shape, {"Y": self.chips}) if self.chips > 1 else 0.0
         return max(self.peak / self.service.mfu, reduced)
