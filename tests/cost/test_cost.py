@@ -145,7 +145,7 @@ WIDTHS, SIZES, MATRICES = st.integers(256, 100_000), st.integers(2, 64), st.samp
 
 
 def test_bytes_by_strategy():
-    """What the strategies themselves move of a plain layer, plan/test_witnesses.py holds; here what is beside it."""
+    """What the strategies themselves move of a plain layer, plan/test_ledger.py holds; here what is beside it."""
     B, D, F, X, Y = 4096, 512, 2048, 8, 4
     shape = cost.LayerShape(B, D, F)
     for strategy, x, y in (("dp", X, 1), ("fsdp", X, 1), ("tp", 1, Y), ("fsdp_tp", X, Y)):

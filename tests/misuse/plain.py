@@ -1,5 +1,6 @@
 """References written out a token, head or expert at a time, in float64: what the rooms are held against."""
 
+import itertools
 import math
 
 import torch
@@ -19,14 +20,15 @@ def turned(x, theta: float):
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
-def attend(Q, K, V, *, causal=True, window=None, scale=None):
-    """O[B, T, N, H] of Q[B, T, N, H], K and V[B, T, K, H]."""
-    O, G, scale = torch.zeros_like(Q), Q.shape[2] // K.shape[2], scale or Q.shape[-1] ** -0.5
-    for t in range(Q.shape[1]):
-        seen = [s for s in range(K.shape[1]) if (s <= t or not causal) and abs(t - s) < (window or math.inf)]
-        for n in range(Q.shape[2]):
-            p = torch.einsum("bsh,bh->bs", K[:, seen, n // G], Q[:, t, n] * scale).softmax(1)
-            O[:, t, n] = torch.einsum("bs,bsh->bh", p, V[:, seen, n // G])
+def attend(Q, K, V, *, causal=True, window=None, scale=None, segments=None):
+    """O[B, T, N, H] of the last T queries Q[B, T, N, H], and K and V[B, S, K, H]; documents by their ids[B, S]."""
+    (B, T, N, H), (_, S, heads, _) = Q.shape, K.shape
+    O, ids, scale = torch.zeros_like(Q), torch.zeros(B, S) if segments is None else segments, scale or H**-0.5
+    for b, t, n in itertools.product(range(B), range(T), range(N)):
+        at, k = S - T + t, n * heads // N
+        seen = [s for s in range(S) if (s <= at or not causal) and abs(at - s) < (window or math.inf)]
+        seen = [s for s in seen if ids[b, s] == ids[b, at]]
+        O[b, t, n] = (K[b, seen, k] @ Q[b, t, n] * scale).softmax(0) @ V[b, seen, k]
     return O
 
 

@@ -30,6 +30,7 @@ FAMILIES = (  # rows of the table
     "phi3 short", "phi3 long", "gpt2", "phi", "olmo", "olmoe clipped", "glm4 moe lite", "apertus",
     "llama4", "llama4 dense between",
 )  # fmt: skip
+LINEAR = "qwen3 next", "qwen3 next dense"  # whose steps and whose states are in test_linear_layers.py
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
 
@@ -195,7 +196,7 @@ def greedy(family: str, count: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *LINEAR])
 def test_its_greedy_tokens_and_its_checkpoint(family, tmp_path):
     """By a batch, by a lone row, which attends without a mask, and by the engine; written and read again to the bit."""
     (config, params), wanted = model(family), greedy(family, 6)

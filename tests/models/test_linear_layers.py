@@ -9,15 +9,13 @@ from functools import cache
 import pytest
 import torch
 from machine import on_ranks
-from probes import shaken
 from refused import named
-from test_hugging_face import TABLE
+from test_families import LINEAR, PROMPTS, greedy, model
 
 from scaling import serve, tree
 from scaling.configs import Config
-from scaling.configs.hugging_face import read_config
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.models import hf, transformer
+from scaling.models import transformer
 from scaling.models.delta_rule import delta_rule, delta_rule_backward
 from scaling.serve import engine
 from scaling.serve.states import Options
@@ -67,13 +65,6 @@ def test_a_decay_to_nothing_is_no_overflow():
 
 ROWS = torch.randint(60, (4, 17), generator=torch.Generator().manual_seed(3))
 DOCUMENTS = (torch.rand(4, 16, generator=torch.Generator().manual_seed(5)) < 0.2).long().cumsum(1)
-
-
-@cache
-def model(family: str) -> tuple[Config, dict]:
-    """The family's small model, of a vocabulary that divides."""
-    config = Config(family, **read_config(TABLE[family]["written"])).with_(V=60)
-    return config, shaken(config)
 
 
 @cache
@@ -148,30 +139,9 @@ def test_what_linear_layers_do_not_do_is_refused(said, sizes, T, options):
         step_on(config, AbstractMesh(sizes).optional, T, options)
 
 
-PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3], [8, 8, 2, 30, 4, 1]]
-
-
-@cache
-def greedy(family: str) -> list[list[int]]:
-    """The likeliest 6 tokens, each by the whole text through one device's model."""
+@pytest.mark.parametrize("family", LINEAR)
+def test_a_prompt_in_chunks_has_the_state_of_the_whole_and_takes_no_token_back(family):
     config, params = model(family)
-    found = []
-    for prompt in PROMPTS:
-        text = list(prompt)
-        for _ in range(6):
-            text.append(int(transformer.forward(params, torch.tensor([text]), config=config)[0, -1].argmax()))
-        found.append(text[len(prompt) :])
-    return found
-
-
-@pytest.mark.parametrize("family", ["qwen3 next", "qwen3 next dense"])
-def test_it_is_served_with_states(family, tmp_path):
-    """By a batch and by the engine, also in pages; in chunks as whole; written and read again to the bit."""
-    config, params = model(family)
-    assert serve.generate(params, PROMPTS, config, 6) == greedy(family)
-    for page in (None, 4):
-        steps = [*serve.stream(params, PROMPTS, config, 6, serve.Sampling(), page=page)]
-        assert [[t.id for step in steps for t in step if t.row == row] for row in range(4)] == greedy(family)
     tokens, cache = torch.tensor([[5, 9, 11, 2, 40, 3]]), serve.init_cache(config, 1, 8)
     whole, _ = serve.prefill(params, tokens, cache, config)
     for part in tokens.split([1, 3, 2], 1):
@@ -179,10 +149,6 @@ def test_it_is_served_with_states(family, tmp_path):
     torch.testing.assert_close(logits, whole, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="takes no token back\n  fix: "):
         serve.decode(params, tokens[:, 0], cache | {"lengths": cache["lengths"] - 1}, config)
-    hf.save(tmp_path / "m", config, params)
-    again, back = hf.load(tmp_path / "m")
-    assert again == config.with_(name="m", source=again.source)
-    assert all(map(torch.equal, tree.leaves(params), tree.leaves(back)))
 
 
 SERVED = [({"Y": 2, "Z": 2}, "qwen3 next dense"), ({"Y": 2, "E": 2}, "qwen3 next")]
@@ -192,7 +158,7 @@ SERVED = [({"Y": 2, "Z": 2}, "qwen3 next dense"), ({"Y": 2, "E": 2}, "qwen3 next
 def test_states_are_split_by_heads(mesh, family):
     config, params = model(family)
     own = tree.shard(params, serve.specs(config, mesh), mesh)
-    assert serve.generate(own, PROMPTS, config, 6, mesh=mesh, page=4) == greedy(family)
+    assert serve.generate(own, PROMPTS, config, 6, mesh=mesh, page=4) == greedy(family, 6)
 
 
 @on_ranks({"W": 4})

@@ -2,13 +2,13 @@
 attention, query by query; and a batch or params that torch would broadcast, cast or cut off: each is refused with its
 fix, on one device and on a mesh, and gives no number."""
 
-import itertools
 from functools import partial
 from operator import attrgetter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from misuse import plain
 from probes import shaken
 from refused import evaluated, named, refused
 from torch.utils.flop_counter import FlopCounterMode
@@ -165,19 +165,6 @@ def qkv(B=2, T=13, S=13, N=4, K=2, H=8):
     return [torch.randn(shape, dtype=torch.float64, generator=make, requires_grad=True) for shape in shapes]
 
 
-def by_hand(Q, K, V, window=None, segments=None, scale=None):
-    """Attention query by query, over the keys that it sees."""
-    (B, T, N, H), (_, S, heads, _) = Q.shape, K.shape
-    rows = []
-    for b, t, n in itertools.product(range(B), range(T), range(N)):
-        at = S - T + t
-        keys = [s for s in range(at + 1) if window is None or at - s < window]
-        keys = [s for s in keys if segments is None or segments[b, s] == segments[b, at]]
-        k, v = (x[b, keys, n * heads // N] for x in (K, V))
-        rows.append((Q[b, t, n] @ k.T * (H**-0.5 if scale is None else scale)).softmax(-1) @ v)
-    return torch.stack(rows).view(B, T, N, H)
-
-
 @pytest.mark.parametrize(("T", "S"), [(13, 13), (5, 13), (1, 9)])
 @pytest.mark.parametrize(
     "given", [{}, {"window": 3}, {"segments": True}, {"window": 4, "segments": True, "scale": 0.7}]
@@ -185,7 +172,7 @@ def by_hand(Q, K, V, window=None, segments=None, scale=None):
 def test_attention_query_by_query_forward_and_backward(T, S, given):
     inputs = qkv(T=T, S=S)
     given = given | ({"segments": IDS[:, :S]} if "segments" in given else {})
-    want = by_hand(*inputs, **given)
+    want = plain.attend(*inputs, **given)
     cotangent = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     slopes = torch.autograd.grad(want, inputs, cotangent)
     for attention in (sdpa, dot_product_attention):

@@ -22,6 +22,7 @@ has those that were found, each with its reason; the report leaves them out.
 import ast
 import contextlib
 import importlib
+import json
 import multiprocessing
 import os
 import resource
@@ -40,7 +41,6 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # at the end: tests of a copy find what is in the copy
 
-from rows import Rows
 from sources import replaced
 
 from scaling.common.console import Parser
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a mutant")
     parser.add_argument("--report", action="store_true", help="run nothing")
     args = parser.parse_args()
-    rows = Rows(args.out)
+    rows = [*map(json.loads, args.out.read_text().splitlines() if args.out.exists() else ())]
     if not args.report:
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         for name in ("torch._dynamo", "numpy", "optree"):
@@ -267,7 +267,9 @@ def main() -> None:
                 slow = "slow" if "compil" in original else "slow and not compile"
                 markers = "not slow", slow, "chapter", slow.replace("slow", "sweep")
                 row["noticed"] = tried(folder, file, text, tests_of(file), *markers)
-                rows.add(row)
+                rows.append(row)
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
     report(rows)
 
 
