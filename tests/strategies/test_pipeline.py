@@ -1,5 +1,5 @@
-"""Pipelines executed on ranks: loss and gradients equal one device; what stages send, each message told from others;
-and what ends a run that cannot go on."""
+"""Pipelines executed on ranks: loss and gradients equal one device and torch's own pipelines; what stages send, each
+message told from all others; and what ends a run that cannot go on."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks import native
 from machine import SOON, RankFailed, on_ranks
 from problems import BLOCKS, D, F, close, one_device, squares, whole
 from refused import evaluated, refused
@@ -94,6 +95,26 @@ def test_equal_to_one_device(mesh, cases):
         found = (Loss, restored(grads, at, schedule, stage))
         close({f"{name} {microbatches}": found}, wanted[block])
         assert (tree.unshard(Loss[None], "Loss[S_Z]", mesh) == Loss).all()
+
+
+@on_ranks({"Z": 2})
+@pytest.mark.parametrize(("name", "theirs"), [("1f1b", "Schedule1F1B"), ("interleaved", "ScheduleInterleaved1F1B")])
+def test_equal_to_pipelines_of_torch(mesh, name, theirs):
+    """The loss, and the gradients of this rank's layers, by torch.distributed.pipelining's schedule of that name."""
+    (W, batches), schedule, blocks = whole(L=LAYERS), make(name, 2, 8), []
+    given = *problem(mesh, schedule), mesh, schedule, squares, mlp(*BLOCKS[1])
+    Loss, grads = pipeline.value_and_grad(*given)
+
+    def stage(first, last):
+        blocks.extend(map(native.Block, W["W_in"][first:last], W["W_out"][first:last]))
+        return torch.nn.Sequential(*blocks[first - last :])
+
+    chunks = schedule.virtual_stages // 2
+    step = native.staged(stage, LAYERS, chunks, theirs, 8, mesh, *batches[0], squares, "sgd", 1.0, False)
+    losses = tree.unshard(step()[None].double(), "Loss[S_Z]", mesh)
+    layers = {"W_in": [block.up for block in blocks], "W_out": [block.down for block in blocks]}
+    wanted = {name: torch.stack([layer.weight.grad.T for layer in own]) for name, own in layers.items()}
+    close((Loss, grads), (losses.sum(), wanted))
 
 
 @on_ranks({"Z": 2})
