@@ -211,7 +211,7 @@ def lower(graph: Graph, arguments: Sequence[Spec], outputs: Sequence[Spec | None
 
 
 def renamed(op: LabelledOp, dims: Sequence[Sequence[str]]) -> tuple[LabelledOp, list[tuple[str, ...]], tuple[str, ...]]:
-    """Use the dims' own names as the operation's labels: (operation, names of each operand, of the result).
+    """Rename an operation's labels to the dims' own names; return (operation, each operand's names, the result's).
 
     A label takes the name of the first dim that it labels; a number distinguishes two labels of one name.
     """

@@ -106,8 +106,8 @@ class LabelledOp(NamedTuple):
                     twice={axis} if len(self.sums) > 1 else set(),
                 )
         needed, result = self._inferred(split, [at.unreduced for at in operands])
-        gone = unknown.difference(split, self.output, self.whole)
-        lost = sums is None or (gone and not result.unreduced)
+        dropped = unknown.difference(split, self.output, self.whole)
+        lost = sums is None or (dropped and not result.unreduced)
         known: Any = tuple(split.get(label, None if label in unknown else ()) for label in self.output)
         over: Any = None if lost else result.unreduced
         return needed, DimAxes(known, over)

@@ -181,20 +181,20 @@ def moves(at: DimAxes, within: Setting, goal: DimAxes | None = None) -> Iterator
     idle = tuple(axis for axis in within.sizes if axis not in at.used)
     wanted = (None,) * len(at.dims) if goal is None else goal.dims
     for dim, axes in enumerate(at.dims):
-        for gone, left in _less_by(at, dim):
-            yield Edge("AllGather", gone, left)
-            if set(gone) <= set(within.partial):
-                yield Edge("Pad", gone, left.summing(more=gone))
+        for removed, left in _less_by(at, dim):
+            yield Edge("AllGather", removed, left)
+            if set(removed) <= set(within.partial):
+                yield Edge("Pad", removed, left.summing(more=removed))
         for op, pool in (("ReduceScatter", at.unreduced), ("Slice", idle)):
             for new in _gained(axes, pool, wanted[dim]):
                 yield Edge(op, new, at.put(dim, axes + new).summing(less=new))
     for axes in _summed(at, goal):
         yield Edge("AllReduce", axes, at.summing(less=axes))
     for source, target in itertools.permutations(range(len(at.dims)), 2):
-        for gone, left in _less_by(at, source):
-            new = at.dims[target] + gone
+        for removed, left in _less_by(at, source):
+            new = at.dims[target] + removed
             if goal is None or new == goal.dims[target][: len(new)]:
-                yield Edge("AllToAll", gone, left.put(target, new))
+                yield Edge("AllToAll", removed, left.put(target, new))
     if within.cost is not None:
         yield from _gathers_of_several(at, goal)
     for dims in _cut_alike(at, within, goal):
@@ -237,10 +237,10 @@ def _gathers_of_several(at: DimAxes, goal: DimAxes | None) -> Iterator[Edge]:
         common = 0 if goal is None else len(common_prefix(axes, goal.dims[dim]))
         choices.append(range(len(axes) + 1) if goal is None else sorted({common, len(axes)}))
     for kept in itertools.product(*choices):
-        gone = tuple(axes[n:] for axes, n in zip(at.dims, kept, strict=True))
-        if sum(map(bool, gone)) > 1:
+        removed = tuple(axes[n:] for axes, n in zip(at.dims, kept, strict=True))
+        if sum(map(bool, removed)) > 1:
             dims = tuple(axes[:n] for axes, n in zip(at.dims, kept, strict=True))
-            yield Edge("AllGather", tuple(itertools.chain(*gone)), DimAxes(dims, at.unreduced))
+            yield Edge("AllGather", tuple(itertools.chain(*removed)), DimAxes(dims, at.unreduced))
 
 
 def _cut_alike(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterator[tuple[Axes, ...]]:

@@ -6,7 +6,7 @@
         u = fetch(x)  # u[B, D] {U_X}          the variable
 
 `run_watched` runs a program so that its functions and lines report these types to the watcher of
-`scaling.collectives.linear`. Inside `telling()` the library's listings do so when they are imported.
+`scaling.collectives.linear`. Inside `types_reported()` the library's listings do so when they are imported.
 """
 
 import ast
@@ -77,49 +77,49 @@ def typed_arguments(fn: Callable) -> "dict[str, Spec | None]":
     return {name: types.get(name) for name in needed} if typed else {}
 
 
-def with_types_told(fn: Callable) -> Callable:
+def with_types_reported(fn: Callable) -> Callable:
     """Wrap fn so that its arguments and results are compared with its docstring's types while the judge watches."""
     types, results, _ = documented(fn.__doc__ or "")
     place = place_of_function(fn)
     signature = inspect.signature(fn)
 
-    def told(watch: Any, args: tuple, kwargs: dict) -> Any:
+    def checked(watch: Any, args: tuple, kwargs: dict) -> Any:
         meshes = [at for x in args if hasattr(at := getattr(x, "mesh", x), "coord") and hasattr(at, "sizes")]
         mesh = meshes[0] if meshes else None
         sliced = getattr(mesh, "slices", False)
         watch.called(fn.__code__, mesh)
         for name, x in signature.bind(*args, **kwargs).arguments.items():
             if name in types:
-                watch.told(x, types[name], f"argument {types[name]} of {fn.__name__}", place, sliced)
+                watch.check_declared(x, types[name], f"argument {types[name]} of {fn.__name__}", place, sliced)
         result = fn(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
         for x, spec in zip(made, results, strict=False):
-            watch.told(x, spec, f"result {spec} of {fn.__name__}", place, sliced)
+            watch.check_declared(x, spec, f"result {spec} of {fn.__name__}", place, sliced)
         return result
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:  # a compiler traces this: it closes over functions only
         watch = who_watches()
-        return fn(*args, **kwargs) if watch is None else told(watch, args, kwargs)
+        return fn(*args, **kwargs) if watch is None else checked(watch, args, kwargs)
 
     return call
 
 
-def tell_type(text: str, x: Any, place: str) -> None:
+def report_type(text: str, x: Any, place: str) -> None:
     """Report the type that a comment declares for x."""
     if (watch := who_watches()) is not None:
-        watch.told(x, parse(text), text, place)
+        watch.check_declared(x, parse(text), text, place)
 
 
 def run_watched(text: str, file: str, module: dict, tree: "ast.Module | None" = None) -> None:
     """Run a module's text, or a part of its `tree`, so that it reports its types. SyntaxError if it is not Python."""
     tree = ast.parse(text) if tree is None else tree
-    _Said(file, text.splitlines()).visit(tree)
-    module.update({"__contracted__": with_types_told, "__said__": tell_type})
+    _TypeReports(file, text.splitlines()).visit(tree)
+    module.update({"__contracted__": with_types_reported, "__reported__": report_type})
     exec(compile(ast.fix_missing_locations(tree), file, "exec"), module)
 
 
-class _Said(ast.NodeTransformer):
+class _TypeReports(ast.NodeTransformer):
     def __init__(self, file: str, lines: list[str]):
         self.file, self.lines = file, lines
 
@@ -142,7 +142,7 @@ class _Said(ast.NodeTransformer):
         except ShardingError:
             return node
         args = [ast.Constant(str(spec)), ast.Name(target.id, ast.Load()), ast.Constant(f"{self.file}:{node.lineno}")]
-        call = ast.Expr(ast.Call(ast.Name("__said__", ast.Load()), args, []))
+        call = ast.Expr(ast.Call(ast.Name("__reported__", ast.Load()), args, []))
         return [node, ast.copy_location(call, node)]
 
 
@@ -157,15 +157,15 @@ class _Loader(SourceFileLoader):
 
 class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> "ModuleSpec | None":
-        told = fullname.startswith(LISTINGS) and not fullname.startswith(AS_SEEN)
-        spec = PathFinder.find_spec(fullname, path) if told else None
+        is_listing = fullname.startswith(LISTINGS) and not fullname.startswith(AS_SEEN)
+        spec = PathFinder.find_spec(fullname, path) if is_listing else None
         if spec is not None and (spec.origin or "").endswith(".py"):
             spec.loader = _Loader(fullname, spec.origin or "")
         return spec
 
 
 @contextmanager
-def telling() -> Iterator[None]:
+def types_reported() -> Iterator[None]:
     """Import the library's listings, inside the block, so that they report the types in their docstrings."""
     finder = _Finder()
     sys.meta_path.insert(0, finder)

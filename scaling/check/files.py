@@ -34,9 +34,9 @@ from scaling.check.findings import (
     RULES,
     Finding,
     Judgement,
+    fault_text,
     place_parts,
     real_path,
-    said,
 )
 from scaling.common.console import Parser
 from scaling.spec import ShardingError, parse, parse_line
@@ -72,24 +72,28 @@ def check_lines(text: str, file: str = "<source>") -> "tuple[list[Finding], list
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         what = f"cannot be read: {error}"
-        return [Finding(file, getattr(error, "lineno", None) or 1, said(what, "python", "correct it"), "python")], []
+        return [
+            Finding(file, getattr(error, "lineno", None) or 1, fault_text(what, "python", "correct it"), "python")
+        ], []
     comments = ignored(text)
     for line, names in comments.items():
         for name in names:
             if name not in RULES:
                 what = f"nothing is ignored by {name!r}" if name else "nothing is ignored"
-                found.append(Finding(file, line, said(what, "ignore", f"name one of: {', '.join(RULES)}"), "ignore"))
+                found.append(
+                    Finding(file, line, fault_text(what, "ignore", f"name one of: {', '.join(RULES)}"), "ignore")
+                )
     if "scaling" not in text or not WORDS.search(text):
         return found, []
     calls, raw = [], []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _thrown_away(node.value):
             what = f"{ast.unparse(node.value)}: its result is not used"
-            text_ = said(what, "discarded", "name the result, and use it")
+            text_ = fault_text(what, "discarded", "name the result, and use it")
             found.append(Finding(file, node.lineno, text_, "discarded"))
         if isinstance(node, ast.Call) and re.fullmatch(RAW, ast.unparse(node.func)):
             what = f"{ast.unparse(node)}: no type says what it does"
-            raw.append(Finding(file, node.lineno, said(what, "untyped", "write it as a typed line"), "untyped"))
+            raw.append(Finding(file, node.lineno, fault_text(what, "untyped", "write it as a typed line"), "untyped"))
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SPECS":
             found += _check_specs(node, file)
         if not isinstance(node, ast.Call) or not isinstance(first := _line_of(node), ast.Constant):
@@ -121,7 +125,9 @@ def _check_specs(node: ast.Assign, file: str) -> list[Finding]:
             if isinstance(value, ast.Constant):
                 parse(str(value.value))
         except ShardingError as error:
-            found.append(Finding(file, value.lineno, said(str(error), "specs", "give each name its type"), "specs"))
+            found.append(
+                Finding(file, value.lineno, fault_text(str(error), "specs", "give each name its type"), "specs")
+            )
     return found
 
 
@@ -215,7 +221,10 @@ def check_source(text: str, file: str = "<source>", strict: bool = False) -> lis
     if strict and not (calls or report.findings or unjudged):
         unjudged = [(f"{file}:1", NO_LINE)]
     return sorted(
-        [*report.findings, *(Finding(*place_parts(at), said(why, "unjudged"), "unjudged") for at, why in unjudged)]
+        [
+            *report.findings,
+            *(Finding(*place_parts(at), fault_text(why, "unjudged"), "unjudged") for at, why in unjudged),
+        ]
     )
 
 

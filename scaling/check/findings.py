@@ -44,7 +44,7 @@ NO_LINE = "it has no literal typed line, so it was not run"
 FORMATTED = "its typed lines are f-strings, so it was not run: write one line literally, or use `with judged(mesh)`"
 
 
-def said(what: str, rule: str, fix: str = "", detail: str = "") -> str:
+def fault_text(what: str, rule: str, fix: str = "", detail: str = "") -> str:
     """Return a finding's text: the mistake, the rule (or `detail`, its words for this case) and the fix."""
     return f"{what}\n  rule: {detail or RULES[rule]}" + (f"\n  fix: {fix}" if fix else "")
 

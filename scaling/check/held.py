@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from scaling.check.findings import said
+from scaling.check.findings import fault_text
 from scaling.spec import Line, Spec, format_axes
 
 
@@ -44,7 +44,7 @@ class HeldType(NamedTuple):
         dims: the dims.
         unreduced: the axes over which it is unreduced; None matches all axes, as for zeros.
         parts: how the parts make the whole: "sum", "mean", "max" or "min".
-        made: "of nothing" if no typed array went into it, "seed" for the cotangent that a derivative begins with.
+        made: "untyped" if no typed array went into it, "seed" for the cotangent that a derivative begins with.
         name: the array's name in the line that made it.
         place: the place of this line.
         shares: the numbers by which a whole array was divided, so that as many devices may add their shares.
@@ -80,15 +80,15 @@ class HeldType(NamedTuple):
         return {axis for dim in self.dims for axis in axes_along(dim) or ()}
 
     @property
-    def of_nothing(self) -> bool:
+    def is_untyped(self) -> bool:
         """Whether no typed array went into it."""
-        return self.made == "of nothing"
+        return self.made == "untyped"
 
 
 @lru_cache(KEPT)
-def of_nothing(shape: Sequence[int], zero: bool = False) -> HeldType:
+def untyped(shape: Sequence[int], zero: bool = False) -> HeldType:
     """Return the type of an array that no typed array went into, so that the first line may declare its type."""
-    return HeldType(tuple(map(any_dim, shape)), None if zero else frozenset(), made="of nothing")
+    return HeldType(tuple(map(any_dim, shape)), None if zero else frozenset(), made="untyped")
 
 
 def look_up_over(axes: Iterable[str]) -> str:
@@ -238,7 +238,7 @@ def with_unknown(result: HeldType, operand: HeldType, line: Line) -> HeldType:
     return result._replace(dims=tuple(made))
 
 
-def at_hand(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldType:
+def ring_block(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldType:
     """Return the type of a block that a ring passes along these axes, which may be any device's and part of a sum.
 
     With `whole`, dims without axes are not known to be whole either.
@@ -251,7 +251,7 @@ def at_hand(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldT
     return held._replace(dims=tuple(tuple(map(of, dim)) for dim in held.dims), unreduced=None)
 
 
-def dims_said(sizes: Sequence[int], spec: Spec) -> tuple[Dim, ...]:
+def dims_of_type(sizes: Sequence[int], spec: Spec) -> tuple[Dim, ...]:
     """Return the dims of a type, with these sizes."""
     return tuple(
         (DimPart(n, dim, None if dim == RAGGED and not axes else axes),)
@@ -264,7 +264,7 @@ def broken_rule(
 ) -> "tuple[str, str] | None":
     """Return (rule, the finding's text) for an array that a line declares to have another type; None if it fits."""
     if held.name != declared.name and {held.name, declared.name} <= {*params}:
-        return "wrong-name", said(f"it is {held.name}", "wrong-name", f"give {declared.name}")
+        return "wrong-name", fault_text(f"it is {held.name}", "wrong-name", f"give {declared.name}")
     dims = held.dims[len(held.dims) - len(declared.dims) :]
     named, names = [name_along(dim) for dim in dims], {*re.split(r"[^A-Za-z0-9]+", line.replace("_", " "))}
     there: dict[str | None, str | None] = dict(zip(declared.dim_names, named, strict=True))
@@ -273,12 +273,12 @@ def broken_rule(
         if name != wanted and sure and name in names and size_along(dim) > 1 and named.count(name) == 1:
             what = f"the dims differ: {[name or '?' for name in named]} and {list(declared.dim_names)}"
             fix = "give the operands in the order of their types, and transpose what must be"
-            return "dims", said(what, "dims", fix)
+            return "dims", fault_text(what, "dims", fix)
     if held.through and declared.unreduced and not (held.dims[1:] and held.through == triangle_of(held.shape)):
         fix = f"reduce it over {format_axes(declared.unreduced)} before {held.through}"
-        return "nonlinear", said(f"{held.through} is not known to be linear", "nonlinear", fix)
+        return "nonlinear", fault_text(f"{held.through} is not known to be linear", "nonlinear", fix)
     blocks = {axis for dim, (_, axes) in zip(dims, declared.dims, strict=True) if size_along(dim) == 1 for axis in axes}
-    if not held.of_nothing and held.unreduced is not None and (sums := _broken_sums(held, declared, by, blocks, ones)):
+    if not held.is_untyped and held.unreduced is not None and (sums := _broken_sums(held, declared, by, blocks, ones)):
         return sums
     for dim, (name, says) in zip(dims, declared.dims, strict=True):
         was = axes_along(dim)
@@ -291,7 +291,7 @@ def broken_rule(
             what = f"split over {a}, not over {b}" if was and says else f"split over {a}" if was else "whole"
             typed = "" if was and says else f", and the type splits it over {b}" if says else ", and whole in the type"
             fix = "let the type say how the array is split, or all_gather, reduce_scatter or shard it first"
-            return "split", said(f"{name} is {what}{typed}", "split", fix)
+            return "split", fault_text(f"{name} is {what}{typed}", "split", fix)
     return None
 
 
@@ -300,20 +300,22 @@ def _broken_sums(
 ) -> "tuple[str, str] | None":
     """Return the rule that the unreduced axes break, and the finding's text, as `broken_rule` does."""
     unreduced = held.unreduced or frozenset()
-    over, gone = unreduced - {*declared.unreduced} - blocks, {*declared.unreduced} - unreduced
+    over, missing = unreduced - {*declared.unreduced} - blocks, {*declared.unreduced} - unreduced
     if held.made not in ("line", "seed"):  # no view shows that a dim of one element was summed over
-        gone -= {*ones}
+        missing -= {*ones}
     if over:
         axes = format_axes(sorted(over))
         detail = f"a partial sum stays {{U_{axes}}} until it is reduced"
         fix = f"reduce_scatter or all_reduce it over {axes}"
-        return "unreduced", said(f"it is still unreduced over {axes}", "unreduced", fix, detail)
-    if gone and held.made == "seed":
-        what = f"the derivative of what is summed over {format_axes(sorted(gone))} already"
-        return "loss", said(what, "loss", "differentiate the sum's own terms, and reduce the value afterwards")
-    if gone:
-        what = f"it is not unreduced over {format_axes(sorted(gone))}"
-        return "reduced-twice", said(what, "reduced-twice", "drop the reduction, or the {U} of this type")
+        return "unreduced", fault_text(f"it is still unreduced over {axes}", "unreduced", fix, detail)
+    if missing and held.made == "seed":
+        what = f"the derivative of what is summed over {format_axes(sorted(missing))} already"
+        return "loss", fault_text(what, "loss", "differentiate the sum's own terms, and reduce the value afterwards")
+    if missing:
+        what = f"it is not unreduced over {format_axes(sorted(missing))}"
+        return "reduced-twice", fault_text(what, "reduced-twice", "drop the reduction, or the {U} of this type")
     if by and held.parts and unreduced and by != held.parts and "root" not in (held.parts, by):
-        return "how-reduced", said(f"its parts make a {held.parts}, and op={by!r}", "how-reduced", f"op={held.parts!r}")
+        return "how-reduced", fault_text(
+            f"its parts make a {held.parts}, and op={by!r}", "how-reduced", f"op={held.parts!r}"
+        )
     return None

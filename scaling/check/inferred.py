@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scaling.algebra.law import Illegal, Sizes
 from scaling.algebra.ops import op_kind
-from scaling.check.held import KEPT, HeldType, of_nothing
+from scaling.check.held import KEPT, HeldType, untyped
 from scaling.check.results import ArrayMeta, NotInferred, own_part, result_types
 
 LARGEST = 1 << 20  # elements in all operands of an op that is tried
@@ -57,7 +57,7 @@ def _inferred(
     args, kwargs = given
     arrays = [x for x in leaves if isinstance(x, ArrayMeta) and x is not kwargs.get("out")]
     operands = [x.held for x in arrays]
-    unknown = [of_nothing(shape, True) for shape in shapes]
+    unknown = [untyped(shape, True) for shape in shapes]
 
     def run(tensors: Sequence[Tensor]) -> Any:
         given, rest = iter(tensors), [*leaves]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scaling.check.findings import MACHINERY, PAGE_TOOLS, Finding, Judgement, place_of_call, place_parts, real_path
-from scaling.check.held import HeldType, Pieces, any_dim, dims_of_view, dims_said, of_nothing, pieces_of
+from scaling.check.held import HeldType, Pieces, any_dim, dims_of_type, dims_of_view, pieces_of, untyped
 from scaling.collectives.linear import watcher
 from scaling.common.torch_private import is_wrapped, storage_of, unwrapped_by_all
 from scaling.spec import Spec, present
@@ -54,7 +54,7 @@ class KnownArrays:
         x = unwrapped_by_all(x)
         known, shape = self.memory.get(storage_of(x)), tuple(x.shape)
         if known is None or known.unset:
-            return of_nothing(shape)
+            return untyped(shape)
         if 1 in shape and shape == tuple(known.keep.shape) and x.stride() == known.keep.stride():
             return known.held  # a dim of one element cannot be found by its stride
         dims, known.pieces = dims_of_view(known.pieces, shape, x.stride())
@@ -75,7 +75,7 @@ class KnownArrays:
             return
         sizes = x.shape[x.dim() - len(spec.dims) :]
         self.ones |= {axis for n, (_, axes) in zip(sizes, spec.dims, strict=True) if n == 1 for axis in axes}
-        dims = *self.held(x).dims[: x.dim() - len(spec.dims)], *dims_said(sizes, spec)
+        dims = *self.held(x).dims[: x.dim() - len(spec.dims)], *dims_of_type(sizes, spec)
         self.give(x, HeldType(dims, frozenset(spec.unreduced), parts, "line", spec.name, place))
 
     def shown_at(self, place: str) -> str:

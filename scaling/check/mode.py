@@ -11,16 +11,16 @@ from torch import Tensor
 from scaling.algebra.labels import argument
 from scaling.algebra.law import Illegal
 from scaling.algebra.ops import op_kind
-from scaling.check.findings import RULES, Judgement, place_of_call, said
+from scaling.check.findings import RULES, Judgement, fault_text, place_of_call
 from scaling.check.held import (
     DimPart,
     HeldType,
     any_dim,
-    at_hand,
     axes_along,
     by_stride,
-    of_nothing,
+    ring_block,
     size_along,
+    untyped,
     written_dim,
 )
 from scaling.check.inferred import called, inferred, tensors_in
@@ -70,7 +70,7 @@ class Judge(TypedLines, OpMode):
         args, kwargs = given
         if name in MADE and not self.quiet:  # random numbers are not needed
             x = func(*args, **kwargs | {"device": "meta", **({"generator": None} if "generator" in kwargs else {})})
-            self.give(x, of_nothing(tuple(x.shape), name == "zeros"), unset=name == "empty")
+            self.give(x, untyped(tuple(x.shape), name == "zeros"), unset=name == "empty")
             return x
         if meta and (found := self.by_values(name, args, kwargs, tensors[0])) is not None:
             return found[0]
@@ -121,7 +121,7 @@ class Judge(TypedLines, OpMode):
                 order.append(id(x))
                 held = self.held(x)._replace(place="")
                 if self.ring & (held.axes | (held.unreduced or frozenset())):
-                    held = at_hand(held, self.ring)
+                    held = ring_block(held, self.ring)
                 x = ArrayMeta(tuple(x.shape), x.stride(), x.dtype, held, order.index(id(x)))
                 found.append(x)
             else:
@@ -134,7 +134,7 @@ class Judge(TypedLines, OpMode):
 
     def as_share(self, held: HeldType, axes: Set[str]) -> HeldType:
         """Return the type as a term of a sum over these axes, if it was divided by as many devices or may be one."""
-        missing = axes - held.unreduced if held.unreduced is not None and not held.of_nothing else frozenset()
+        missing = axes - held.unreduced if held.unreduced is not None and not held.is_untyped else frozenset()
         if not missing or not (missing <= self.unseen(held) or self.is_share(held, missing)):
             return held
         return held._replace(unreduced=frozenset(axes), parts="sum")
@@ -186,7 +186,7 @@ class Judge(TypedLines, OpMode):
     def broken(self, error: Illegal, operands: Sequence[Tensor]) -> tuple[str, str, str]:
         """Return (rule, the finding's text, the place where the operand was made)."""
         made = self.held(operands[min(error.operand, len(operands) - 1)]).place if operands else ""
-        return error.name, said(error.what, error.name, error.fix, error.rule), made
+        return error.name, fault_text(error.what, error.name, error.fix, error.rule), made
 
     def first_hop(self, error: Illegal, operands: Sequence[Tensor]) -> None:
         """Defer a finding about a product of a rank's own blocks, such as queries and keys.
@@ -203,7 +203,7 @@ class Judge(TypedLines, OpMode):
             self.first_hop(error, operands)
         else:
             self.wrong(error, operands)
-        quietly = all(self.held(x).of_nothing for x in operands)
+        quietly = all(self.held(x).is_untyped for x in operands)
         self.report.judged += not quietly and error is None
         place = "" if quietly else place_of_call()
         for x, held in zip([x for x in results if isinstance(x, Tensor)], found, strict=False):
@@ -251,7 +251,7 @@ class Judge(TypedLines, OpMode):
     def write(self, x: Tensor, held: HeldType, add: bool = False) -> None:
         """Note that an array of type `held` is written to x, which may be a part of its memory."""
         known, old = self.memory.get(storage_of(x)), self.held(x)
-        adds = add and known is not None and not known.unset and not old.of_nothing
+        adds = add and known is not None and not known.unset and not old.is_untyped
         if adds and None not in (old.unreduced, held.unreduced) and old.unreduced != held.unreduced:
             rule = "partial-plus-whole"
             self.wrong(Illegal(f"{held} is added to {old}", RULES[rule], name=rule), (), held.place)
@@ -273,13 +273,13 @@ class Judge(TypedLines, OpMode):
             if not axes <= self.passed_on:
                 self.find(*finding)
         for place, axes in self.own_rows.items():
-            if not axes <= self.apart | self.passed_on:  # stages and rings mean their own rows
+            if not axes <= self.messaged | self.passed_on:  # stages and rings mean their own rows
                 self.skip(
                     f"each device takes rows of its own part of what is split over {', '.join(sorted(axes))}", place
                 )
         never = [(line, place, "in flight") for pending, place, line in self.pending if pending.finish is not None]
         never += [(product.line, shown, "deferred") for product, _, shown in self.deferred.values()]
         for line, place, what in never:
-            self.find("never-waited", f"{line}\n  " + said(f"it is {what}", "never-waited", "wait(x)"), "", place)
+            self.find("never-waited", f"{line}\n  " + fault_text(f"it is {what}", "never-waited", "wait(x)"), "", place)
         for pending, *_ in self.pending:
             pending.finish = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scaling import serve, tree
-from scaling.check.findings import place_of_function, said
+from scaling.check.findings import fault_text, place_of_function
 from scaling.check.strategy import run_layers, with_numbers
 from scaling.collectives.linear import who_watches
 from scaling.configs import Config, Latent, Linear
@@ -103,7 +103,9 @@ def train_transformer(kind: str, mesh: Any, rows: int = 32, documents: bool | No
     options |= {"context": "ring"} if config.linear else {}
     _, grads = strategy.loss_and_grads(params, tokens, targets, config, mesh, **options)
     for where, dW, spec in tree.paired(grads, types, "grads"):
-        watch.told(dW, spec, f"{where} of loss_and_grads is {spec}", place_of_function(strategy.loss_and_grads))
+        watch.check_declared(
+            dW, spec, f"{where} of loss_and_grads is {spec}", place_of_function(strategy.loss_and_grads)
+        )
 
 
 def check_gradients(kind: str) -> None:
@@ -131,7 +133,7 @@ def check_gradients(kind: str) -> None:
     for name in wrong:
         text = f"loss_and_grads returns another {name} than the derivative of its loss, on one device"
         fix = f"see the lines that make {name}"
-        watch.find("derivative", said(text, "derivative", fix), "", place_of_function(strategy.loss_and_grads))
+        watch.find("derivative", fault_text(text, "derivative", fix), "", place_of_function(strategy.loss_and_grads))
 
 
 def _serving(form: str, mesh: Any) -> None:

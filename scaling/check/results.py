@@ -29,10 +29,10 @@ from scaling.check.held import (
     look_up_over,
     meeting_dim,
     name_along,
-    of_nothing,
     pieces_of,
     size_along,
     triangle_of,
+    untyped,
 )
 from scaling.spec import ShardingError, format_axes
 
@@ -86,11 +86,11 @@ def result_types(
     if kind in ("makes", "zeros", "constants"):
         if name == "ones_like":
             return [operands[0]._replace(unreduced=frozenset(), parts="", made="seed", name="")]
-        new = of_nothing(shapes[0], name in ZEROS)
+        new = untyped(shapes[0], name in ZEROS)
         return [new._replace(dims=operands[0].dims) if name.endswith("_like") or name == "zero" else new]
-    if all(x.of_nothing for x in operands):
+    if all(x.is_untyped for x in operands):
         keeps = kind in ("linear", "adds", "multiplies", "divides", "sums")
-        new = of_nothing((), keeps and all(x.unreduced is None for x in operands))
+        new = untyped((), keeps and all(x.unreduced is None for x in operands))
         triangle = name in TRIANGLES and not argument(args, kwargs, 1, "diagonal", 0)
         new = new._replace(through=triangle_of(shapes[0]) if triangle else _through(name, kind, args, operands))
         return [new._replace(dims=tuple(map(any_dim, shape))) for shape in shapes]
@@ -118,14 +118,14 @@ def result_types(
     found = _placed(op, kind, operands, shapes[0])
     if kind == "joins" and name != "stack":
         found = _with_blocks(found, operands, argument(args, kwargs, 1, "dim", 0) % len(shapes[0]))
-    others = [found._replace(unreduced=frozenset(), parts="") if s == shapes[0] else of_nothing(s) for s in shapes[1:]]
+    others = [found._replace(unreduced=frozenset(), parts="") if s == shapes[0] else untyped(s) for s in shapes[1:]]
     return [found, *others]
 
 
 def _layout(x: HeldType) -> DimAxes:
     """Return a type as the law sees it; None for axes that are not known. Zeros are part of any array."""
     over = None if x.unreduced is None else tuple(sorted(x.unreduced))
-    known: Any = (tuple(None if x.of_nothing and over is None else axes_along(dim) for dim in x.dims), over)
+    known: Any = (tuple(None if x.is_untyped and over is None else axes_along(dim) for dim in x.dims), over)
     return DimAxes(*known)
 
 
@@ -133,7 +133,7 @@ def _sums_by_parts(name: str, kind: str, operands: list[HeldType], sums: tuple) 
     """Return whose partial sums an op keeps, given the parts of the operands and the untyped numbers among them."""
     if kind == "reduces" and operands[0].parts and operands[0].parts == PARTS.get(name):
         return ((0,),)
-    if name == "where" and len(operands) == 3 and any(x.of_nothing and not x.dims for x in operands[1:]):
+    if name == "where" and len(operands) == 3 and any(x.is_untyped and not x.dims for x in operands[1:]):
         unknown = tuple(i for i in (1, 2) if operands[i].unreduced is None)  # the number may be the 0 of any sum
         return (unknown,) if unknown else sums
     return sums
@@ -188,7 +188,7 @@ def _refuse_turned(op: LabelledOp, operands: list[HeldType]) -> None:
 def _refuse_triangle(op: LabelledOp, operands: list[HeldType]) -> None:
     """Raise Illegal if a causal mask, with rows counted from the device's own first one, meets rows that are split."""
     for mask, labels in zip(operands, op.inputs, strict=False):
-        if not mask.of_nothing or len(mask.dims) < 2 or mask.through != triangle_of(mask.shape):
+        if not mask.is_untyped or len(mask.dims) < 2 or mask.through != triangle_of(mask.shape):
             continue
         dims = [each for x, own in zip(operands, op.inputs, strict=False) for each in zip(own, x.dims, strict=True)]
         split = {axis for label, dim in dims if label in labels[-2:] for axis in axes_along(dim) or ()}
@@ -214,7 +214,7 @@ def _through(name: str, kind: "str | None", args: tuple, operands: list[HeldType
 
 def own_part(name: str, args: tuple, kwargs: dict, operands: list[HeldType]) -> str:
     """Return why an op along a split dim is not judged, if each device may mean its own part."""
-    if name not in OWN_PARTS or not operands or operands[0].of_nothing:
+    if name not in OWN_PARTS or not operands or operands[0].is_untyped:
         return ""
     axes = axes_along(operands[0].dims[argument(args, kwargs, *ALONG.get(name, ALONG["orders"]))])
     return f"{name} along a dim that is split over {', '.join(axes)}: each device orders its own part" if axes else ""
@@ -252,7 +252,7 @@ def _written(operands: list[HeldType], rows: HeldType, name: str) -> HeldType:
     x, source = operands[0], operands[-1]
     strange = any(part.axes is None and part.size > 1 for dim in rows.dims for part in dim) or rows.axes - x.axes
     unreduced = None if strange else source.unreduced
-    if x.unreduced is not None and not x.of_nothing and x.unreduced != unreduced:
+    if x.unreduced is not None and not x.is_untyped and x.unreduced != unreduced:
         raise Illegal(f"{name} of {source} into {x}", RULES["partial-plus-whole"], name="partial-plus-whole")
     known = all(part.axes is not None for dim in x.dims for part in dim)
     return HeldType(x.dims if known else tuple(map(any_dim, x.shape)), unreduced, "sum" if unreduced else "")

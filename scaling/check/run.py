@@ -30,8 +30,8 @@ import torch
 
 from scaling import launch, tree
 from scaling import mesh as meshes
-from scaling.check.contracts import run_watched, telling, typed_arguments
-from scaling.check.findings import Judgement, place_of_error, place_of_function, real_path, said
+from scaling.check.contracts import run_watched, typed_arguments, types_reported
+from scaling.check.findings import Judgement, fault_text, place_of_error, place_of_function, real_path
 from scaling.check.mode import Judge
 from scaling.check.strategy import LAYERS, run_layers
 from scaling.check.watched import shard_of, watching
@@ -68,7 +68,7 @@ def looked_at_alone(result: Any, fn: Callable) -> Any:
             held = watch.held(x)
             if axes := format_axes(sorted(held.axes | (held.unreduced or frozenset()))):
                 fix = "all_gather, reduce_scatter or all_reduce it before it is returned"
-                text = said(f"{held} is one rank's part along {axes}", "one-rank", fix)
+                text = fault_text(f"{held} is one rank's part along {axes}", "one-rank", fix)
                 watch.find("one-rank", text, held.place, place_of_function(fn))
     return result
 
@@ -194,12 +194,12 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
             judge.skip(f"it ends with {error.code}", place)
     except Exception as error:
         if "Pending" in str(error):
-            text = said(str(error), "pending", "wait(x), or x.wait(), first")
+            text = fault_text(str(error), "pending", "wait(x), or x.wait(), first")
             judge.find("pending", text, "", place_of_error(error), place_of_error(error, judge.files) or place)
             return
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if must and not judge.report.findings:
-            judge.find("result", said(f"it does not run: {text}", "result", "see the error"), "", place)
+            judge.find("result", fault_text(f"it does not run: {text}", "result", "see the error"), "", place)
         else:
             judge.skip(text, place)
     judge.pending.clear()  # the statement ended before it could wait for them
@@ -285,7 +285,7 @@ def judge_library(modules: Collection[str] = ()) -> Judgement:
     A fault is shown at the innermost line that led to it in `modules`, the paths of files, or in any file without them.
     """
     report = Judgement()
-    with telling(), nothing_outside("scaling", 0):
+    with types_reported(), nothing_outside("scaling", 0):
         from scaling.check.programs import programs
 
         for name, sizes, run in programs():

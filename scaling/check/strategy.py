@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.check.findings import place_of_function, said
+from scaling.check.findings import fault_text, place_of_function
 from scaling.check.watched import shard_of
 from scaling.collectives.linear import Pending, watcher, who_watches
 from scaling.common.torch_private import without_modes
@@ -123,21 +123,25 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
     saved = given(In)
     if found.forward:
         made, saved = found.forward(params, saved, mesh)
-        watch.told(made, Out, f"forward returns Out, SPECS says {Out}", forward_place)
+        watch.check_declared(made, Out, f"forward returns Out, SPECS says {Out}", forward_place)
     if not found.backward:
         return
     grads: dict = {}
     for way in found.ways[::-1]:
         dIn, grads = found.backward(given(Out), saved, params, mesh, **way)
-        watch.told(dIn, In, f"backward returns dIn, SPECS says {In}", backward_place)
+        watch.check_declared(dIn, In, f"backward returns dIn, SPECS says {In}", backward_place)
         if set(grads) != set(found.grads):
             fix = f"fix: one of each of {sorted(found.grads)}"
             raise ValueError(f"backward returns gradients of {sorted(grads)}\n  {fix}")
         for W, dW in grads.items():
-            watch.told(dW, found.grads[W], f"backward returns d{W}, SPECS says {found.grads[W]}", backward_place)
+            watch.check_declared(
+                dW, found.grads[W], f"backward returns d{W}, SPECS says {found.grads[W]}", backward_place
+            )
     if found.update:
         for W, new in found.update(grads, params, mesh).items():
-            watch.told(new, found.types[W], f"update returns {W}, SPECS says {found.types[W]}", backward_place)
+            watch.check_declared(
+                new, found.types[W], f"update returns {W}, SPECS says {found.types[W]}", backward_place
+            )
     if not found.forward or watch.report.findings:
         return
     try:
@@ -151,7 +155,7 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
         text = f"backward returns another {what} than the derivative of forward, on one device"
         if what.startswith("new "):
             text = f"update returns another {what} than the optimizer alone, on one device"
-        watch.find("derivative", said(text, "derivative", f"see the lines that make {what}"), "", backward_place)
+        watch.find("derivative", fault_text(text, "derivative", f"see the lines that make {what}"), "", backward_place)
 
 
 def wrong_numbers(found: Passes, In: Spec, mesh: Any) -> Iterator[str]:

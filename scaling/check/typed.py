@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.check.findings import Judgement, place_of_call, place_parts, said
+from scaling.check.findings import Judgement, fault_text, place_of_call, place_parts
 from scaling.check.held import (
     LOOK_UP,
     PODS,
     HeldType,
-    at_hand,
     axes_along,
     broken_rule,
-    dims_said,
+    dims_of_type,
     is_interleaved,
     look_up_over,
+    ring_block,
     with_slices,
     with_unknown,
 )
@@ -48,7 +48,7 @@ class TypedLines(KnownArrays):
         self.pending: list[tuple[Pending, str, str]] = []  # with their places and lines
         self.deferred: dict[int, tuple[Deferred, str, str]] = {}  # by id: the product, its place, the line shown
         self.ran: set[Any] = set()  # the code of the typed functions that were called
-        self.apart: set[str] = set()  # axes along which ranks send to each other, each having its own part
+        self.messaged: set[str] = set()  # axes along which ranks send to each other, each having its own part
         self.passed_on: set[str] = set()  # axes along which blocks are passed to the next rank of a ring
 
     def reached(self) -> str:
@@ -64,12 +64,12 @@ class TypedLines(KnownArrays):
             return
         self.report.judged += 1
         if held.unreduced is not None:
-            gone = {*declared.unreduced} - held.unreduced
-            own = self.apart & {*declared.unreduced}
+            missing = {*declared.unreduced} - held.unreduced
+            own = self.messaged & {*declared.unreduced}
             if own and (held.made not in ("line", "seed") or (by == "mean" and not held.parts)):
                 held = held._replace(unreduced=held.unreduced | own, parts=held.parts or "sum", made="")
-            elif gone and self.is_share(held, gone):
-                held = held._replace(unreduced=held.unreduced | gone)
+            elif missing and self.is_share(held, missing):
+                held = held._replace(unreduced=held.unreduced | missing)
         if (broken := broken_rule(held, declared, line, by, self.params, self.ones)) is not None:
             rule, text = broken
             rule = "result" if line.startswith(SAID) else rule
@@ -117,7 +117,7 @@ class TypedLines(KnownArrays):
         self.ran.add(code)
         self.sizes = dict(mesh.sizes) if mesh is not None else self.sizes
 
-    def told(self, x: Any, spec: Spec, line: str, place: str, sliced: bool = False) -> None:
+    def check_declared(self, x: Any, spec: Spec, line: str, place: str, sliced: bool = False) -> None:
         """Compare a value with the type that a docstring or comment declares; an untyped value gets this type.
 
         `sliced` says whether it is the type of a slice of the mesh (`mesh.sliced`).
@@ -129,7 +129,7 @@ class TypedLines(KnownArrays):
             x = x.type
         if isinstance(x, Spec):
             x = self.live(x)
-            held = HeldType(dims_said([2] * len(x.dims), x), frozenset(x.unreduced), name=x.name)
+            held = HeldType(dims_of_type([2] * len(x.dims), x), frozenset(x.unreduced), name=x.name)
             self.compare(held, spec, line, "", place)
         elif isinstance(x, Tensor):
             x, before = self.meta(x), len(self.report.findings)
@@ -155,7 +155,7 @@ class TypedLines(KnownArrays):
         spec, x = parse_line(line).operands[0] if "->" in line else parse(line), self.meta(x)
         if isinstance(x, Tensor):  # not an array with scales
             self.compare(self.held(x), spec, line, "", place)
-            if self.held(x).of_nothing:
+            if self.held(x).is_untyped:
                 self.declare(x, spec, place)
         return x
 
@@ -181,11 +181,11 @@ class TypedLines(KnownArrays):
     def own_part(self, x: Any, axis: str) -> None:
         """Note that x is each rank's own part along an axis: its program passes on what other parts need of it."""
         if isinstance(x, Tensor):
-            self.give(x, at_hand(self.held(x), axis, True)._replace(unreduced=self.held(x).unreduced))
+            self.give(x, ring_block(self.held(x), axis, True)._replace(unreduced=self.held(x).unreduced))
 
     def message(self, kind: str, spec: Spec, x: Any, axis: str) -> None:
         """Judge a message along an axis."""
-        self.apart.add(axis)
+        self.messaged.add(axis)
         place = self.reached()
         if kind == "Send":
             self.compare(self.held(self.meta(x)), spec, f"send {spec}", "", place)
@@ -204,7 +204,7 @@ class TypedLines(KnownArrays):
 
     def resharded(self, result: Tensor, spec: Spec, axes: Sequence[str]) -> Tensor:
         """Declare the result of a planner's step that has no line."""
-        self.apart |= set(axes)
+        self.messaged |= set(axes)
         self.declare(result, spec, self.reached(), "sum" if spec.unreduced else "")
         return result
 
@@ -235,7 +235,7 @@ class TypedLines(KnownArrays):
         declared, ring = typed.operands[0], op.kind == "CollectivePermute"
         if ring:  # x is a block that a ring passes on, or the ring's sum so far
             self.passed_on |= set(op.axes)
-            held, declared = at_hand(held, op.axes, True), declared.without(op.axes)
+            held, declared = ring_block(held, op.axes, True), declared.without(op.axes)
             self.give(x, held)
         line = self.in_slices(Line((declared,), typed.result), [held], op.sliced)
         if op.kind in ("Broadcast", "Scatter") and held.unreduced is not None:  # only the root's part counts
@@ -249,7 +249,7 @@ class TypedLines(KnownArrays):
         if op.sliced:
             self.give(result, with_unknown(self.held(result), held, line))
         if ring:
-            self.give(result, at_hand(self.held(result), op.axes, True)._replace(made="ring"))
+            self.give(result, ring_block(self.held(result), op.axes, True)._replace(made="ring"))
         if op.kind in ("Gather", "Reduce") and op.at_root:  # for the root it is whole, for a sum it is one term
             self.give(result, self.held(result)._replace(unreduced=None))
         return result
@@ -260,7 +260,7 @@ class TypedLines(KnownArrays):
         for dim, (name, was), (_, now) in zip(dims, line.operands[0].dims, line.result.dims, strict=False):
             if was != now and is_interleaved(dim):
                 what = f"{name} was merged or joined of dims of which a later one is split: its blocks are interleaved"
-                text += "\n  " + said(what, "split", "move the axes before that")
+                text += "\n  " + fault_text(what, "split", "move the axes before that")
                 self.find("split", text, held.place, place)
 
     def parts(
@@ -308,7 +308,7 @@ class TypedLines(KnownArrays):
         if result.dim() != len(spec.dims):
             return result
         parts = "sum" if spec.unreduced else ""
-        made = HeldType(dims_said(result.shape, spec), frozenset(spec.unreduced), parts, "line", spec.name, place)
+        made = HeldType(dims_of_type(result.shape, spec), frozenset(spec.unreduced), parts, "line", spec.name, place)
         if out is None:
             self.give(result, made)
         else:

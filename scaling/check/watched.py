@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling.check.findings import Judgement, place_of_call, place_of_error, place_of_function, said
+from scaling.check.findings import Judgement, fault_text, place_of_call, place_of_error, place_of_function
 from scaling.check.mode import Judge
 from scaling.check.typed import check_abstract
 from scaling.collectives.linear import watcher
@@ -104,7 +104,10 @@ def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement
             found, ours = optree.tree_flatten(result, none_is_leaf=True)
             if structure != ours:
                 judge.find(
-                    "result", said(f"it returns {ours}, not {structure}", "result", "return what it says"), "", place
+                    "result",
+                    fault_text(f"it returns {ours}, not {structure}", "result", "return what it says"),
+                    "",
+                    place,
                 )
             else:
                 for x, text in [each for each in zip(found, wanted, strict=True) if isinstance(each[0], Tensor)]:

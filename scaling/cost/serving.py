@@ -104,7 +104,7 @@ class DecodeStep:
 
     @property
     def apart(self) -> float:
-        """Seconds if the collectives hide behind nothing."""
+        """Seconds if the collectives overlap with nothing else."""
         return self.kv + max(self.weights, self.math) + self.comms
 
     @property

@@ -38,11 +38,11 @@ def first_seen(place: Any, window: int, chunked: bool) -> Any:
 def in_chunks(
     window: int | None, length: int, at: Tensor, places: Tensor, segments: Tensor | None
 ) -> tuple[None, Tensor | None]:
-    """Return the (window, segments) by which attention masks chunks of `window` tokens, as documents.
+    """Return the (window, segments) with which attention lets each token see only its own chunk of `window` tokens.
 
-    A window of None sees all. Each document is cut into chunks separately. A token has the position at[T_C] in the
-    sequence of `length` tokens, and places[B, T_C] or [T_C] in its document. Scores of other chunks are computed and
-    masked. The new segments are [1, T_C] if all rows are alike.
+    A window of None sees all. Each document is cut into chunks separately, and each chunk becomes a segment. A token
+    has the position at[T_C] in the sequence of `length` tokens, and places[B, T_C] or [T_C] in its document. Scores of
+    other chunks are computed and masked. The new segments are [1, T_C] if all rows are alike.
     """
     if window is None or window >= length:
         return None, segments

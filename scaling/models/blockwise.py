@@ -176,12 +176,12 @@ def over_tiles(
         block: The block.
         rows: Arrays of the queries' positions. The last is Q.
         columns: Arrays of the keys' positions.
-        tile: The function above. It returns a tuple.
+        tile: Computes one tile, called as above, and returns a tuple of results.
         join: Adds a tile's results to the results of earlier tiles with the same queries, or keys.
         by_query: The number of the results that belong to queries; the others belong to keys.
 
     Returns:
-        A list of parts for each result, None where no tile computed the part; the rows and the columns in parts.
+        For each result a list of its parts, None where no tile computed the part; and the parts of rows and columns.
     """
     if not block.pairs:
         return None

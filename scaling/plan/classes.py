@@ -27,7 +27,7 @@ def runs_table() -> dict:
 
 
 def run_rows() -> Iterator[dict]:
-    """Yield the published runs as tables. The runs of `rows` only say how near forecasts are."""
+    """Yield each published run as a table. Runs listed in `rows` serve only to measure the error of forecasts."""
     table = runs_table()
     yield from table["run"]
     for row in (dict(zip(table["keys"], one, strict=True)) for one in table["rows"]):
@@ -68,7 +68,7 @@ def error_line(job: Job, chip: Chip) -> str:
 
 
 def family(l: Layout) -> Amount:
-    """Return the axes that a layout splits, as a number with a bit for each; replicas count as one chip."""
+    """Return a bit mask of the axes that a layout splits: pipe, context, expert, tensor, FSDP, and not replicas."""
     split = l.pipe > 1, l.context > 1, l.expert > 1, l.tensor > 1, l.zero == 3
     return sum(np.where(one, 1 << i, 0) for i, one in enumerate(split))
 

@@ -61,7 +61,7 @@ class Compute:
 
 
 def is_one(codes, words: tuple[str, ...], *wanted: str):
-    """Return where a coded field, or its word, is one of the wanted words."""
+    """Return where a field, a word or codes that index `words`, is one of the wanted words."""
     if isinstance(codes, str):
         return codes in wanted
     found = codes == words.index(wanted[0])

@@ -178,7 +178,7 @@ class WindowPool(Pool):
         self.release([page for page in pages if page >= 0], tick)
 
     def forget(self, twin: int) -> None:
-        """Take the page of an evicted twin out of the trie."""
+        """Remove the page of this twin from the trie, since the other pool has evicted the twin."""
         if (page := self.children.pop((twin, ()), None)) is not None:
             del self.edges[page], self.used[page]
             if page not in self.refs:

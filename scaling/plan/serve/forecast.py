@@ -302,7 +302,7 @@ def likely_token(plan: "ServingPlan") -> Forecast:
 
 
 def likely_step(plan: "ServingPlan") -> Callable[[DecodeStep | None, int, int], float]:
-    """Return the function from a step to its likely seconds on a plan.
+    """Return a function that forecasts the seconds of a step on a plan.
 
     It takes the bounds of the sequences that decode (None if there are none), their number, and the tokens of prompts,
     which are multiplied with the same weights.

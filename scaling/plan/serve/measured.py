@@ -67,7 +67,7 @@ class MeasuredRow:
 
     @property
     def group(self) -> tuple:
-        """The deployment, the engine and the layout, in which rows of one group agree."""
+        """The deployment, the engine and the layout; rows of one group agree in all of them."""
         return self.labels["deployment"], self.plan.service.engine, self.plan.sizes, self.experts
 
 
@@ -164,7 +164,7 @@ class Fit:
 
     @property
     def far(self) -> tuple[int, int]:
-        """The number of groups of MANY rows that are off by more than FAR in the median, and of all such groups."""
+        """How many groups of at least MANY rows are off by more than FAR in the median, and how many there are."""
         large = [group for group, count in Counter(self.groups).items() if count >= MANY]
         errors = (self.errors["deployment"][[one == group for one in self.groups]] for group in large)
         return sum(median(some) > FAR for some in errors), len(large)
@@ -187,7 +187,10 @@ def left_out(rows: Sequence[MeasuredRow], what: str) -> list[np.ndarray]:
 def fit_without(
     name: str, kind: Callable, start: dict, rows: Sequence[MeasuredRow], seconds: Callable, measured: Callable
 ) -> Fit:
-    """Fit rates to rows, and to the rows without each part. `seconds(rows)(rates)` are forecast, `measured` taken."""
+    """Fit rates to all rows, and test them: forecast each part of the rows by rates that were fitted to the others.
+
+    `seconds(rows)` returns a function from rates to each row's forecast seconds; `measured(row)` returns the measured.
+    """
     groups, times = tuple(row.group for row in rows), np.array([measured(row) for row in rows])
     weights = np.array([Counter(groups)[group] ** -0.5 for group in groups])  # a group counts as the root of its rows
 
@@ -207,13 +210,13 @@ def fit_without(
 
 
 def token_seconds(rows: Sequence[MeasuredRow]) -> Callable[[Rates], np.ndarray]:
-    """Return the function from rates to the seconds of a token of each row."""
+    """Return a function that takes rates and returns the forecast seconds of a token in each row."""
     work = stacked_work([forecast.token_work(row.plan) for row in rows])
     return lambda rates: rates.token(work).seconds
 
 
 def first_seconds(rows: Sequence[MeasuredRow]) -> Callable[[EngineRates], np.ndarray]:
-    """Return the function from an engine's rates to the seconds to the first token of each row."""
+    """Return a function that takes an engine's rates and returns each row's forecast seconds to the first token."""
     work = stacked_work([forecast.first_work(row.plan) for row in rows])
     return lambda engine: engine.first(work)
 

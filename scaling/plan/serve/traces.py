@@ -26,7 +26,7 @@ BUDGET = 512  # tokens of a step under the policy "chunked"
 
 
 def modelled(plan: Plan) -> Callable[[Run | Move], float]:
-    """Return the function from an action to its seconds on the plan's slice, as forecast.
+    """Return a function that forecasts the seconds of an action on the plan's slice.
 
     All groups wait for the one that decodes most, and run prompts together. A cache moves over the datacenter's network
     of all chips, or at once if the chip's file has no such network.

@@ -143,7 +143,7 @@ class Packed:
             blocks = found[:, start : start + shape.numel()].unflatten(1, shape)
             leaves[i], start = blocks.movedim(0, dim).flatten(dim, dim + 1), start + shape.numel()
             if watch is not None:  # the message has one type, and its memory too; the judge needs each leaf's
-                watch.told(self.leaves[i], parse_line(line).operands[0], line, "")
+                watch.check_declared(self.leaves[i], parse_line(line).operands[0], line, "")
                 leaves[i] = watch.typed(leaves[i].clone(), parse_line(line).result, "", self.mesh)
         return leaves
 
