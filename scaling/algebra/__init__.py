@@ -5,6 +5,12 @@
     derive("In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]")      FSDP, forward and backward
 
 Plans and programs are data: print them, count their bytes and FLOPs, or run them on a mesh.
+
+    rules                   how each collective may change a type
+    ops, labels, law        how an operation changes types: torch's functions by kind, the dims of a call, and the law
+    layouts, steps          types without names, and the steps between them with what each sends
+    resharding, planner     the cheapest plan between two types of an array, and of a whole program
+    products, programs      the book's four cases of a product, and algorithms derived from one line
 """
 
 from scaling.algebra.products import Product, cases, matmul, matmul_via

@@ -14,8 +14,7 @@ from typing import Any, get_args
 from scaling.common.arguments import check_within, of_type
 from scaling.configs.attention import Latent, Linear
 from scaling.configs.config import WITHIN, Config
-from scaling.configs.hugging_face_tables import rotary, scaling_of, unread_quantization
-from scaling.configs.model_types import COUNTED, KINDS, ModelType
+from scaling.configs.model_types import COUNTED, KINDS, ModelType, rotary, scaling_of, unread_quantization
 
 LETTERS = {
     "L": ("num_hidden_layers", "n_layer"),

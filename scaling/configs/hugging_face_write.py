@@ -10,8 +10,7 @@ from typing import Any
 from scaling.configs.attention import NAMES, NAMES_OF
 from scaling.configs.config import Config
 from scaling.configs.hugging_face import ACTIVATIONS, DROPOUTS, LATENT, LETTERS, LINEAR, read_config
-from scaling.configs.hugging_face_tables import CONTEXTS, ORIGINAL
-from scaling.configs.model_types import KINDS
+from scaling.configs.model_types import CONTEXTS, KINDS, ORIGINAL
 
 IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed", "cached"}
 IGNORED |= {"aux_coef", "z_coef", "balance_by", "balance_first", "dropout", "attention_dropout", "embed_dropout"}

@@ -5,6 +5,9 @@
     python -m scaling.exercise check NAME.py        the mistake, or the bytes it moved
 
 In a notebook: `from scaling.exercise import grade, new`, `print(new("05_fsdp_backward"))`, `grade(text)`.
+
+`page` reads an exercise from its page and starts the judge, `judge` judges values and orders of work, and `ranks`
+functions of shards.
 """
 
 from scaling.exercise.page import Exercise, Verdict, exercise_named, exercises, grade, new

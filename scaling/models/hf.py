@@ -20,8 +20,8 @@ from scaling.collectives import unshard
 from scaling.common.lazy import needing
 from scaling.configs import Config
 from scaling.configs import load as load_config
-from scaling.configs.hugging_face_tables import experts_packed, weight_blocks
 from scaling.configs.hugging_face_write import write_config as table_of
+from scaling.configs.model_types import experts_packed, weight_blocks
 from scaling.mesh import AbstractMesh
 from scaling.models.hf_layout import (
     BLOCKS,

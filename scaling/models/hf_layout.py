@@ -191,7 +191,7 @@ def is_scale(tensor: str, names: Container[str]) -> bool:
 class ScaledSlice:
     """A weight in FP8, read like a slice of a file: any part of it comes in float32, multiplied by its scales.
 
-    `blocks`: how many rows and columns share a scale, 0 for all of them (`configs.hugging_face_tables.weight_blocks`).
+    `blocks`: how many rows and columns share a scale, 0 for all of them (`configs.model_types.weight_blocks`).
     """
 
     def __init__(self, values: Any, scales: Tensor, blocks: "tuple[int, int] | None", name: str):

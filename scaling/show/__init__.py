@@ -1,4 +1,11 @@
-"""Pictures of shardings, schedules and curves, in the terminal or as files: `python -m scaling.show "A[I_X, J_Y]"`."""
+"""Pictures of shardings, schedules and curves, in the terminal or as files: `python -m scaling.show "A[I_X, J_Y]"`.
+
+shardings           the blocks of a type, and the devices that hold them
+frames, svg         a listing frame by frame, as text and as SVG
+bars, timelines     time lines, and pipelines drawn as such
+charts              curves
+params              every leaf of a model with its type
+"""
 
 from scaling.show.shardings import NINE, blocks, draw, main, picture_of_blocks
 

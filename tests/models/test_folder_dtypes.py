@@ -12,7 +12,7 @@ from test_hugging_face import DEEPSEEK, MOE, SMALL, TOKENS
 
 from scaling import tree
 from scaling.configs import Config
-from scaling.configs.hugging_face_tables import weight_blocks
+from scaling.configs.model_types import weight_blocks
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.models import transformer as model
