@@ -195,9 +195,10 @@ def launch_training(settings: Settings, sizes: dict[str, int], args, keep: Calla
     launch.keep_freed_memory()
     result = launch.run(run, sizes, settings, keep, **options)[0]
     stopped = result["step"] < settings.steps
-    print(f"{'stopped' if stopped else 'done'} at step {result['step']}: loss {result['loss']:.4f}, valid "
-          f"{result['valid']:.4f}; {significant(result['sequences'] * settings.seq)} tokens seen; saved in "
-          f"{settings.out}" + (", --resume goes on" if stopped else ""))  # fmt: skip
+    end = f"{'stopped' if stopped else 'done'} at step {result['step']}: loss {result['loss']:.4f}"
+    valid = f", valid {result['valid']:.4f}" if "valid" in result and not stopped else ""
+    tokens = f"{significant(result['sequences'] * settings.seq)} tokens seen"
+    print(f"{end}{valid}; {tokens}; saved in {settings.out}" + (", --resume goes on" if stopped else ""))
     return 0
 
 

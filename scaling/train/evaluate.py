@@ -1,7 +1,7 @@
 """Evaluate a model in training, by the loss on held-out sequences and by a sampled continuation of a prompt."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,11 +18,16 @@ from scaling.train.step import batch_slices, to_mesh, with_adapters
 LENGTH, TEMPERATURE = 64, 0.8  # the most tokens of a continuation; the temperature at which they are drawn
 
 
-def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> float:
+def evaluate(
+    params, valid: Sequence[Batches], settings: Settings, mesh, ask_to_stop: Callable[[], torch.Tensor]
+) -> float | None:
     """Return the mean loss, in nats, over the counted targets of the first `eval_batches` batches of each corpus.
 
     With `eval_batches` 0, all batches are evaluated. The perplexity is exp of the result. An incomplete last batch is
     filled up with rows that do not count. The experts' auxiliary terms are left out, and no gradient is computed.
+
+    `ask_to_stop` is called before each batch. Once it returns a value that is not 0, the evaluation ends and returns
+    None.
     """
     config, B = settings.model.with_(aux_coef=0.0, z_coef=0.0), settings.batch // settings.microbatches
     rows, part = batch_slices(B, settings.seq, mesh)
@@ -31,6 +36,8 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
     for held in valid:
         last = min(held.sequences, settings.eval_batches * settings.batch or held.sequences)
         for first in range(0, last, B):
+            if ask_to_stop().any():
+                return None
             numbers = [i for i in range(first, first + B)[rows] if i < last]
             tokens, targets, segments = (_filled(x, rows.stop - rows.start) for x in held.rows(numbers))
             targets[len(numbers) :] = IGNORED

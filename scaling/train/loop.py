@@ -1,6 +1,7 @@
 """Run the steps of a training run, with logging, guards, evaluations and checkpoints between them.
 
-A run writes metrics.jsonl and checkpoints. It saves a checkpoint and ends when the file `stop` appears in its folder.
+A run writes metrics.jsonl and checkpoints. When the file `stop` appears in its folder, it saves a checkpoint and ends,
+without an evaluation, because torchrun and Slurm kill a run soon after they have asked it to end.
 On a GPU the host launches a step before it reads the loss of the step before, so the GPU's queue does not run empty.
 Each loss has been read before a checkpoint is written, an evaluation is made or replicas are compared.
 """
@@ -9,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +77,7 @@ class Launched(NamedTuple):
 
 
 def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dict:
-    """Train on every rank of a mesh; return {"step", "sequences", "loss", "valid"}.
+    """Train on every rank of a mesh; return {"step", "sequences", "loss", "valid"}, the last "valid" if it was stopped.
 
     `keep`: rank 0 calls it once every rank has accepted the run. Nothing is written into the run's folder before that.
     """
@@ -128,9 +130,9 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
         seen += settings.batch
         launched.append(Launched(number, began, lr, log, metrics, ask_to_stop(out, mesh)))
         asked = len(launched) > ahead and bool(launched[0].asked.any())
-        last = asked or number == settings.steps
-        evaluates = last or (settings.eval_every and number % settings.eval_every == 0)
-        saves = last or (settings.save_every and number % settings.save_every == 0)
+        last = number == settings.steps
+        evaluates = not asked and (last or (settings.eval_every and number % settings.eval_every == 0))
+        saves = asked or last or (settings.save_every and number % settings.save_every == 0)
         guards_next = settings.guard_every and (number - start) % settings.guard_every == 0
         while len(launched) > (0 if evaluates or saves or guards_next else ahead):
             one = launched.pop(0)
@@ -146,14 +148,16 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
             record |= {"expert_load": expert_shares(one.log, mesh)} if one.log.loads else {}
             record |= {"loss_scale": metrics["scale"]} if "scale" in metrics else {}
             if evaluates and not launched:
-                result["valid"] = record["valid"] = evaluate(frozen | params, valid, settings, mesh)
-                record |= {"sample": continuation(frozen | params, settings, mesh)} if settings.sample else {}
+                loss_on_valid = evaluate(frozen | params, valid, settings, mesh, partial(ask_to_stop, out, mesh))
+                if not (asked := loss_on_valid is None):
+                    result["valid"] = record["valid"] = loss_on_valid
+                    record |= {"sample": continuation(frozen | params, settings, mesh)} if settings.sample else {}
             progress.report(record)
             if settings.norms:
                 norms = guards.leaf_norms(metrics["squares"], types, mesh).tolist()
                 progress.norms(one.number, tree.named_leaves(types), norms)
             progress.warn(losses.jump(loss, one.number))
-        if saves:
+        if saves or asked:
             if saving is not None:
                 saving.result()
             data = {"sequences": seen, "begun": first, "seed": settings.seed}

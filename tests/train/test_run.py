@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torch
 from machine import Forked, RankFailed, be_rank
 from runs import ONE, TINY, records, refusal, train, write_text
+from torch.distributed.run import get_args_parser
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaling import launch, tree
@@ -131,6 +133,26 @@ def test_steps_ahead_of_the_reads_learn_the_same_and_stop_at_what_is_not_finite(
     Path("ahead/stop").touch()
     assert run(ONE, settings("ahead", **how | {"steps": 20, "resume": True}))["step"] == 9
     assert checkpoint.complete_steps(Path("ahead"))[-1] == 9
+    assert "valid" not in records("ahead")[-1]  # at step 9 an evaluation is due
+
+
+def test_stopped_in_an_evaluation_it_saves_without_the_rest_of_it_or_a_sample(monkeypatch):
+    """torchrun waits for so long as the docs' script for Slurm says, and no longer."""
+    real, batches = evaluate.transformer.loss, []
+
+    def stopping(*given, **options):
+        batches.append(Path("run/stop").touch())
+        return real(*given, **options)
+
+    monkeypatch.setattr(evaluate.transformer, "loss", stopping)
+    monkeypatch.setattr(loop, "continuation", None)  # which cannot be called
+    assert run(ONE, settings("run", eval_every=2, eval_batches=0, sample="line"))["step"] == 2
+    assert (len(batches), checkpoint.complete_steps(Path("run"))) == (1, [2])
+    assert [record.get("valid") for record in records("run")] == [None, None]
+    page = (Path(__file__).parents[2] / "docs" / "from-laptop-to-cluster.md").read_text()
+    _, script = page.split("srun torchrun ")
+    asked = get_args_parser().parse_args(shlex.split(script.partition("```")[0].replace("\\\n", "")))
+    assert (asked.shutdown_timeout, "--signal=TERM@120" in page) == (110, True)
 
 
 def test_learning_rates_and_that_only_matrices_decay():
