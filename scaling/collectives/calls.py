@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling.algebra.rules import collective_steps
-from scaling.collectives.linear import Pending, differentiable, observed, watcher, who_watches
+from scaling.collectives.linear import Pending, differentiable, made_ready, observed, watcher, who_watches
 from scaling.collectives.lines import check_in_graph, check_result, constants, numbers, ops_of, ready_line, shapes_of
 from scaling.collectives.op import Op
 from scaling.collectives.operands import Operand, refuse_in_graph
@@ -243,7 +243,9 @@ def _held_once(line: str, axes: tuple[str, ...], mask: Tensor, mesh) -> None:
         refuse(f"masked: {line}", what, ONE_HOLDER, fix)
 
 
-def ragged_all_to_all(line: str, x: Tensor, sends: Sequence[int], receives: Sequence[int], mesh) -> Tensor:
+def ragged_all_to_all(
+    line: str, x: Tensor, sends: Sequence[int], receives: Sequence[int], mesh, *, async_op: bool = False
+) -> Any:
     """x[rows, ...] -> [rows received, ...]: send `sends[i]` rows to rank i along the axes, and receive `receives[i]`.
 
     The line, `Row[G_X, E, R, D] -> Row[G, E_X, R, D]`, moves X from one dim to another as `all_to_all` does, in an
@@ -261,7 +263,7 @@ def ragged_all_to_all(line: str, x: Tensor, sends: Sequence[int], receives: Sequ
         ShardingError: the line is not an AllToAll, or the counts do not fit x or, on a checked mesh, each other.
     """
     if (watch := who_watches()) is not None:
-        return watch.ragged(line, x)
+        return _given(watch.ragged(line, x), async_op)
     (step,) = collective_steps("AllToAll", line)
     step.before.check_axes(mesh)
     step.after.check_axes(mesh)
@@ -281,7 +283,10 @@ def ragged_all_to_all(line: str, x: Tensor, sends: Sequence[int], receives: Sequ
             "sent, and what a rank keeps it receives\n  fix: exchange the counts by an AllToAll first"
         )
     line = f"{step.before} -> {step.after}"
-    return differentiable(x, *Op.over(group, "Ragged", line, sends=sends, receives=receives))
+    op = Op.over(group, "Ragged", line, sends=sends, receives=receives)
+    if torch.compiler.is_compiling() or observed(x):
+        return _given(differentiable(x, *op), async_op)
+    return made_ready(op, x.shape, x.dtype, group).run(x, async_op)
 
 
 def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None = None, seen: bool = False) -> Any:
@@ -338,6 +343,6 @@ def _compiled(what: tuple, x: Tensor, mesh, async_op: bool, out: Tensor | None) 
     return _given(x, async_op, out)
 
 
-def _given(x: Tensor, async_op: bool, out: Tensor | None) -> Any:
+def _given(x: Tensor, async_op: bool, out: Tensor | None = None) -> Any:
     x = x if out is None else out.copy_(x)
     return Pending((), lambda: x) if async_op else x

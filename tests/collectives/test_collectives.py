@@ -38,7 +38,8 @@ def ragged(x, mesh):
     block, table = mesh.group(("Y", "X")).index, counts(mesh.size())
     sends, receives = table[block], [row[block] for row in table]
     rows = x.reshape(-1, 2)[: sum(sends)]
-    return padded(c.ragged_all_to_all("A[G_YX, E, R, D] -> A[G, E_YX, R, D]", rows, sends, receives, mesh))
+    line = "A[G_YX, E, R, D] -> A[G, E_YX, R, D]"
+    return padded(c.ragged_all_to_all(line, rows, sends, receives, mesh, async_op=True).wait())
 
 
 def stacked_ragged(s):

@@ -42,9 +42,7 @@ def test_gathers_and_reductions_are_under_way_while_a_layer_computes():
     assert len(starts) == L + 2
     assert all(ops[a:b].count("Einsum") >= 14 for a, b in itertools.pairwise(starts[:L]))
     for config in (PLAIN.with_(L=L), EXPERTS.with_(L=L, dense_layers=(1,), F_dense=40)):
-        events = traced(config, {"X": 2}).events
-        gathers, products = ([e for e in events if e.op == op] for op in ("AllGather", "Einsum"))
-        hidden = [sum(gather.start < product.start < gather.end for product in products) for gather in gathers]
+        hidden = products_behind(traced(config, {"X": 2}).events, "AllGather")
         assert hidden[:2] == [0, 0]  # the embedding and the first layer
         assert min(hidden[2:]) >= 7
         assert len(hidden) == 2 * L - 1 + 2
@@ -127,8 +125,19 @@ def test_what_another_way_sends_more(config, sizes, options, others, more):
     assert (many - fewer, fewer - many) == (more, {})
 
 
+def products_behind(events, op):
+    """How many products are computed while each collective of this op is in flight."""
+    return [
+        sum(e.start < other.start < e.end and other.op == "Einsum" for other in events) for e in events if e.op == op
+    ]
+
+
 def test_tokens_are_routed_once():
-    """How many rows, the rows, and back; their cotangents there and back. Computed again, rows go twice."""
+    """How many rows, the rows, and back; their cotangents there and back. Computed again, rows go twice. While rows go
+    back and while their cotangents come, the shared expert is computed (3 products, and 6 backward), and while the
+    cotangents go back, the gradients of W_in and W_gate of a rank's two experts."""
+    events = traced(EXPERTS.with_(L=1), {"E": 2}).events
+    assert products_behind(events, "AllToAll") == [0, 0, 3, 6, 4]
     assert counts(traced(EXPERTS, {"E": 2}))["AllToAll", "E"] == 5 * EXPERTS.L
     assert counts(traced(EXPERTS, {"E": 2}, remat="block"))["AllToAll", "E"] == 7 * EXPERTS.L
 

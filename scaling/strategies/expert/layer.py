@@ -6,7 +6,7 @@ expert; R is ragged, a different number for each (g, e).
     1. n   [G_X, E]       -> n   [G, E_X]         AllToAll in `route_tokens`: how many rows each rank will get
     2. Row [G_X, E, R, D] -> Row [G, E_X, R, D]   AllToAll: dispatch
     3. Out = W_out act(W_in Row)                  each expert its own rows, perhaps none; {U_Y} if F is split over Y
-    4. Out [G, E_X, R, D] -> Out [G_X, E, R, D]   AllToAll: combine
+    4. Out [G, E_X, R, D] -> Out [G_X, E, R, D]   AllToAll: combine, while the shared experts compute
     5. y = sum over k of weights * Out
     6. y [B_X, T, D] {U_Y} -> y [B_X, T, D]       AllReduce, or ReduceScatter to T_Y; only if F is split over Y
 """
@@ -96,7 +96,7 @@ def forward(
     weights, aux = weigh_tokens(logits, routing, config, mesh, at)
     Row, weights = routing.rows.sent(tokens, weights, config)
     Row = _exchange(f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]", Row, routing, mesh, at)  # 2. critical path
-    Row = routing.by_expert(Row)
+    Row = routing.by_expert(wait(Row))
     s = activate_rows(W, s | {"logits": logits, "Row": Row}, config, routing.counts, product, R, Y)
     line = f"Act[R{R}, F{Y}] * W_out[F{Y}, D] -> Out[R{R}, D]{U}"
     Out = by_expert(line, s["Act"], W["W_out"], routing.counts, product)  # 3.
@@ -104,10 +104,12 @@ def forward(
         Out = biased_rows(Out, W["b_out"] / mesh.size(at.tensor), routing.counts)
     Out = routing.by_group(Out)
     line = f"Out[G, E{at.X}, R, D]{U} -> Out[G{at.X}, E, R, D]{U}"
-    Out = _exchange(line, Out, routing, mesh, at, back=True)  # 4. critical path
-    s["Out"], Out = Out, routing.rows.collect(Out, weights)  # 5.
+    Out = _exchange(line, Out, routing, mesh, at, back=True)  # 4. while the shared experts compute
     if "shared" in W:
         Every, s["shared"] = shared_forward(W["shared"], tokens, config, at, product)
+    s["Out"] = wait(Out)
+    Out = routing.rows.collect(s["Out"], weights)  # 5.
+    if "shared" in W:
         Out = Out + Every
     Out = Out.view_as(s["y"])
     if at.sequence:
@@ -144,31 +146,36 @@ def backward(
     (weights, aux), weigh_vjp = vjp(lambda logits: weigh_tokens(logits, routing, config, mesh, at), s["logits"])
     dRows = rows.spread(dTokens) if inputs else rows.scaled(rows.spread(dTokens), weights)  # 5.
     line = f"dOut[G{at.X}, E, R, D] -> dOut[G, E{at.X}, R, D]"
-    dRows = _exchange(line, dRows, routing, mesh, at)  # 4. critical path
-    dRows = routing.by_expert(dRows)
+    dRows = _exchange(line, dRows, routing, mesh, at)  # 4. while the shared experts compute
+    dW: dict[str, Any] = {}
+    if "shared" in W:
+        dShared, dW["shared"] = shared_backward(W["shared"], dTokens, s["shared"], config, at, product, gradient)
+    dRows = routing.by_expert(wait(dRows))
     s = activate_rows(W, s, config, routing.counts, product, R, Y)
     dRow, dTmp, dGate = rows_backward(W, dRows, s, config, at, routing.counts, product, R)  # 3.
     dRow = routing.by_group(dRow)
     line = f"dRow[G, E{at.X}, R, D]{U} -> dRow[G{at.X}, E, R, D]{U}"
-    dRow = _exchange(line, dRow, routing, mesh, at, back=True)  # 2. critical path
+    dRow = _exchange(line, dRow, routing, mesh, at, back=True)  # 2. while gradients of weights are computed
+    dW |= up_gradients(W, dTmp, dGate, s, routing.counts, R, Y, gradient)
+    del dTmp, dGate
+    dRow = wait(dRow)
     dweights = rows.dotted(dRow, tokens) if inputs else rows.dotted(s["Out"], dTokens)
     dy = rows.collect(dRow, weights if inputs else None)  # 1.
     del dRow
     dLoss = {name: aux[name].new_full((), d) for name, d in dLoss.items()}
     dlogits = weigh_vjp((dweights.to(weights.dtype), dLoss))[0].flatten(0, 1)
     dy += (dlogits @ W["router"].to(dlogits.dtype).T).to(dy.dtype)
-    dW: dict[str, Any] = {"router": (tokens.to(dlogits.dtype).T @ dlogits).to(W["router"].dtype)}
+    dW["router"] = (tokens.to(dlogits.dtype).T @ dlogits).to(W["router"].dtype)
     if "bias" in W:  # which enters the choice alone
         dW["bias"] = torch.zeros_like(W["bias"])
     if "b_router" in W:
         dW["b_router"] = dlogits.sum(0).to(W["b_router"].dtype)
     if "shared" in W:
-        dShared, dW["shared"] = shared_backward(W["shared"], dTokens, s["shared"], config, at, product, gradient)
         dy += dShared
     dy = dy.view_as(s["y"])
     if at.sequence:
         dy = reduce_scatter(f"dy[{at.BT}, D]{U} -> dy[{at.BT_Y}, D]", dy, mesh, async_op=True)  # critical path
-    dW |= weight_gradients(W, dRows, dTmp, dGate, s, routing.counts, R, Y, gradient)
+    dW |= down_gradient(W, dRows, s, routing.counts, R, Y, gradient)
     if "b_out" in W:
         dW["b_out"] = sum_by_expert(dRows / mesh.size(at.tensor), routing.counts)
     return wait(dy), dW
@@ -189,21 +196,25 @@ def rows_backward(
     return dRow, dTmp, dGate
 
 
-def weight_gradients(
-    W: dict, dOut: Tensor, dTmp: Tensor, dGate: Tensor | None, s: Values, counts: Any, R: str, Y: str,
-    gradient: Callable,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the gradients of the matrices and of the biases before them, unreduced over the axes R of the rows."""
+def up_gradients(
+    W: dict, dTmp: Tensor, dGate: Tensor | None, s: Values, counts: Any, R: str, Y: str, gradient: Callable
+) -> dict[str, Any]:
+    """Return the gradients of W_in and W_gate and of their biases, unreduced over the axes R of the rows."""
     U = f" {{U{R}}}" if R else ""
     dW = gradient(W, "W_in", f"Row[R{R}, D] * dTmp[R{R}, F{Y}] -> dW_in[D, F{Y}]{U}", s["Row"], dTmp, counts)
     if dGate is not None:
         line = f"Row[R{R}, D] * dGate[R{R}, F{Y}] -> dW_gate[D, F{Y}]{U}"
         dW |= gradient(W, "W_gate", line, s["Row"], dGate, counts)
-    dW |= gradient(W, "W_out", f"Act[R{R}, F{Y}] * dOut[R{R}, D] -> dW_out[F{Y}, D]{U}", s["Act"], dOut, counts)
     for name, d in (("b_in", dTmp), ("b_gate", dGate)):
         if d is not None and name in W:
             dW[name] = sum_by_expert(d, counts)
     return dW
+
+
+def down_gradient(W: dict, dOut: Tensor, s: Values, counts: Any, R: str, Y: str, gradient: Callable) -> dict[str, Any]:
+    """Return the gradient of W_out, unreduced over the axes R of the rows."""
+    U = f" {{U{R}}}" if R else ""
+    return gradient(W, "W_out", f"Act[R{R}, F{Y}] * dOut[R{R}, D] -> dW_out[F{Y}, D]{U}", s["Act"], dOut, counts)
 
 
 def activate_rows_vjp(dAct: Tensor, s: Values, config: Config) -> tuple[Tensor, Tensor | None]:
@@ -246,7 +257,8 @@ def shared_backward(
     dy, dTmp, dGate = rows_backward(W, dOut, s, config, at, None, product, at.N)
     if dlogit is not None:
         dy += dlogit[:, None] * W["gate"]
-    return dy, dW | weight_gradients(W, dOut, dTmp, dGate, s, None, at.N, at.Y, gradient)
+    dW |= up_gradients(W, dTmp, dGate, s, None, at.N, at.Y, gradient)
+    return dy, dW | down_gradient(W, dOut, s, None, at.N, at.Y, gradient)
 
 
 def weigh_tokens(
@@ -262,8 +274,8 @@ def weigh_tokens(
     return weights, {"balance": balance / copies, "z": z_loss(logits, count) / copies}
 
 
-def _exchange(line: str, Row: Tensor, routing: Routing, mesh, at: ExpertLayout, back: bool = False) -> Tensor:
-    """Return the rows after the AllToAll of this line, which sends them to the experts' ranks, or `back`."""
+def _exchange(line: str, Row: Tensor, routing: Routing, mesh, at: ExpertLayout, back: bool = False) -> Any:
+    """Start the AllToAll of this line, which sends rows to the experts' ranks, or `back`; return rows or a Pending."""
     if not at.experts:
         return Row
     if isinstance(routing.counts, int):  # the same number for all, so R is a dim like any other
@@ -271,7 +283,7 @@ def _exchange(line: str, Row: Tensor, routing: Routing, mesh, at: ExpertLayout, 
         blocks = Row.unflatten(0, (ranks if back else 1, -1, routing.counts // ranks))
         return all_to_all(line, blocks, mesh).flatten(0, 2)
     ends = (routing.receives, routing.sends) if back else (routing.sends, routing.receives)
-    return ragged_all_to_all(line, Row, *ends, mesh)
+    return ragged_all_to_all(line, Row, *ends, mesh, async_op=True)
 
 
 def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout) -> None:
