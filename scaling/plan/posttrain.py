@@ -163,12 +163,12 @@ def link(hardware: Chip, chips: int) -> float:
 
 
 def training(asked: PosttrainJob, hardware: Chip, chips: int) -> Estimate | None:
-    """Return the best layout that fits the chips, or None."""
+    """Return the best layout that fits the chips, or None; chips that outnumber the tokens of a step are too many."""
     try:
-        best = plans(asked.job, hardware, chips)[0]
+        best = plans(asked.job, hardware, chips)[0] if chips <= asked.job.batch else None
     except ValueError:  # no mesh of so many chips suits the model
         return None
-    return best if best.fits else None
+    return best if best and best.fits else None
 
 
 def divisions(asked: PosttrainJob, hardware: Chip, chips: int) -> list[Division]:
@@ -186,11 +186,13 @@ def divisions(asked: PosttrainJob, hardware: Chip, chips: int) -> list[Division]
         best = min((i for i, one in known.items() if one), key=lambda i: known[i].seconds, default=None)
     found = [one for one in (_division(asked, hardware, chips, chips, False), *known.values()) if one is not None]
     if not found:
-        more = (chips << i for i in range(1, 10))
-        enough = next((f"{n:,}" for n in more if _division(asked, hardware, n, n, False)), "more")
+        fewer = (1 << i for i in reversed(range(min(chips, asked.job.batch).bit_length())))
+        others = *(chips << i for i in range(1, 10)), *fewer
+        enough = next((n for n in others if _division(asked, hardware, n, n, False)), 0)
+        change = "more prompts" if 0 < enough < chips else "fewer prompts, or shorter answers"
         raise ValueError(
-            f"{asked.config.name} fits {chips:,} {hardware.name} neither colocated nor divided\n"
-            f"  fix: give {enough} chips, fewer prompts, or shorter answers"
+            f"{asked.config.name} with {asked.job.batch:,} tokens a step fits {chips:,} {hardware.name} neither "
+            f"colocated nor divided\n  fix: give {f'{enough:,}' if enough else 'more'} chips, or {change}"
         )
     return sorted(found, key=lambda one: one.seconds)
 
@@ -204,8 +206,9 @@ def _counts(hardware: Chip, chips: int) -> range:
 
 
 def _division(asked: PosttrainJob, hardware: Chip, train_chips: int, write_chips: int, apart: bool) -> Division | None:
-    layout, written = training(asked, hardware, train_chips), writing(asked, hardware, write_chips)
-    if layout is None or written is None:
+    if (layout := training(asked, hardware, train_chips)) is None:
+        return None
+    if (written := writing(asked, hardware, write_chips)) is None:
         return None
     write, serving = written
     alone = replace(serving, batch=serving.groups).tpot  # a token of the last answer

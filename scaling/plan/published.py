@@ -2,9 +2,9 @@
 
 For each run this prints the forecast of its mesh, the measured speed, and the layout that the planner would choose. The
 efficiencies are in the chip files, and are equal for all runs. The planner chooses whatever a source leaves open. The
-efficiencies are fitted to these runs, so the forecasts are also tested on runs that they are not fitted to: each class
-is divided into halves, the forecasts of one half are corrected by the median error of the other half, and the remaining
-errors are reported.
+efficiencies are fitted to these runs, so the forecasts are also tested on runs that they are not fitted to: half of a
+class, a publication, or a whole class is left out, its forecasts are corrected by the median error of the other runs on
+such chips, and the remaining errors are reported.
 """
 
 import json
@@ -121,34 +121,47 @@ def beside_planner(run: PublishedRun) -> Beside:
     return Beside(run, own, best if rank(best) < rank(own) else own)
 
 
-def judged_runs(rows: Sequence[Beside]) -> list[tuple[Beside, float]]:
-    """Return each run with its error, corrected by the median error of the other half of its class, chips and dtype."""
-    alike: dict[tuple, list[Beside]] = {}
-    for row in rows:
-        run = row.run
-        alike.setdefault((class_of(run.job, run.chip), run.chip.efficiency, run.job.dtype), []).append(row)
+def left_out(rows: Sequence[Beside], what: str) -> list[float]:
+    """Return each run's error, corrected by the median error of runs on alike chips that are not left out with it.
+
+    `what` is left out: "half", every second run of a class, or "publication", from the other runs of the class; or
+    "class", from the runs of other classes.
+    """
+    classes = [class_of(row.run.job, row.run.chip) for row in rows]
+    alike = [
+        (row.run.chip.efficiency, row.run.job.dtype) + (name,) * (what != "class")
+        for row, name in zip(rows, classes, strict=True)
+    ]
+    part = {
+        "half": [alike[:i].count(one) % 2 for i, one in enumerate(alike)],
+        "publication": [row.run.source for row in rows],
+        "class": classes,
+    }[what]
     found = []
-    for group in alike.values():
-        for half, other in ((group[::2], group[1::2]), (group[1::2], group[::2])):
-            usual = statistics.median(1 + row.error for row in other) if other else 1.0
-            found += [(row, (1 + row.error) / usual - 1) for row in half]
+    for i, row in enumerate(rows):
+        others = [1 + rows[j].error for j in range(len(rows)) if alike[j] == alike[i] and part[j] != part[i]]
+        found.append((1 + row.error) / (statistics.median(others) if others else 1.0) - 1)
     return found
 
 
+def median(errors: Sequence[float]) -> float:
+    """Return the median size of errors."""
+    return math.expm1(statistics.median(abs(math.log1p(error)) for error in errors))
+
+
 def class_errors(rows: Sequence[Beside]) -> dict[str, tuple[float, int]]:
-    """Return for each class the median error of its runs by `judged_runs`, and their number."""
+    """Return for each class the median error of its runs where halves are left out, and their number."""
     by_class: dict[str, list[float]] = {}
-    for row, error in judged_runs(rows):
-        by_class.setdefault(class_of(row.run.job, row.run.chip), []).append(abs(math.log1p(error)))
-    return {name: (math.expm1(statistics.median(errors)), len(errors)) for name, errors in by_class.items()}
+    for row, error in zip(rows, left_out(rows, "half"), strict=True):
+        by_class.setdefault(class_of(row.run.job, row.run.chip), []).append(error)
+    return {name: (median(errors), len(errors)) for name, errors in by_class.items()}
 
 
 def how_near(errors: Sequence[float]) -> str:
     """Return the median and the largest error as a sentence."""
-    sizes = [abs(math.log1p(error)) for error in errors]
+    near = sum(abs(math.log1p(error)) <= math.log(1.15) for error in errors)
     return (
-        f"{len(errors)} runs: median error {math.expm1(statistics.median(sizes)):.0%}, largest "
-        f"{max(errors, key=abs):+.0%}; {sum(size <= math.log(1.15) for size in sizes)} within 15%"
+        f"{len(errors)} runs: median error {median(errors):.0%}, largest {max(errors, key=abs):+.0%}; {near} within 15%"
     )
 
 
@@ -173,8 +186,13 @@ def table(rows: list[Beside]) -> str:
         "No number is fitted to one run: the efficiencies of chips.toml are each generation's.",
     ]
     if len(rows) > 1:
-        lines.append("Each class by halves, each half beside what the other one says of the forecast's error:")
-        lines += [f"  {name}: median {error:.0%}, {count} runs" for name, (error, count) in class_errors(rows).items()]
+        lines.append("Runs that are left out, corrected by the median error of the other runs on such chips:")
+        whole = {f"{what} by {what}": (median(left_out(rows, what)), len(rows)) for what in ("publication", "class")}
+        halves = {f"half of {name}": found for name, found in class_errors(rows).items()}
+        lines += [
+            f"  {name}: median {error:.0%}, {count} run{'s' * (count > 1)}"
+            for name, (error, count) in (whole | halves).items()
+        ]
     lines += [
         "",
         *(f"[{i + 1}] {source}" for i, source in enumerate(sources)),
