@@ -10,7 +10,7 @@ such chips, and the remaining errors are reported.
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -121,15 +121,15 @@ def beside_planner(run: PublishedRun) -> Beside:
     return Beside(run, own, best if rank(best) < rank(own) else own)
 
 
-def left_out(rows: Sequence[Beside], what: str) -> list[float]:
-    """Return each run's error, corrected by the median error of runs on alike chips that are not left out with it.
+def errors_without(rows: Sequence[Beside], what: str) -> list[float]:
+    """Return log(forecast / measured) of each run, less the median of runs on alike chips that are not left out with it.
 
     `what` is left out: "half", every second run of a class, or "publication", from the other runs of the class; or
     "class", from the runs of other classes.
     """
     classes = [class_of(row.run.job, row.run.chip) for row in rows]
     alike = [
-        (row.run.chip.efficiency, row.run.job.dtype) + (name,) * (what != "class")
+        (row.run.chip.efficiency, row.run.job.dtype, "" if what == "class" else name)
         for row, name in zip(rows, classes, strict=True)
     ]
     part = {
@@ -140,28 +140,29 @@ def left_out(rows: Sequence[Beside], what: str) -> list[float]:
     found = []
     for i, row in enumerate(rows):
         others = [1 + rows[j].error for j in range(len(rows)) if alike[j] == alike[i] and part[j] != part[i]]
-        found.append((1 + row.error) / (statistics.median(others) if others else 1.0) - 1)
+        found.append(math.log((1 + row.error) / (statistics.median(others) if others else 1.0)))
     return found
 
 
-def median(errors: Sequence[float]) -> float:
-    """Return the median size of errors."""
-    return math.expm1(statistics.median(abs(math.log1p(error)) for error in errors))
+def median(errors: Iterable[float]) -> float:
+    """Return the median size of errors in logarithms, as a share."""
+    return math.expm1(statistics.median(map(abs, errors)))
 
 
 def class_errors(rows: Sequence[Beside]) -> dict[str, tuple[float, int]]:
     """Return for each class the median error of its runs where halves are left out, and their number."""
     by_class: dict[str, list[float]] = {}
-    for row, error in zip(rows, left_out(rows, "half"), strict=True):
+    for row, error in zip(rows, errors_without(rows, "half"), strict=True):
         by_class.setdefault(class_of(row.run.job, row.run.chip), []).append(error)
     return {name: (median(errors), len(errors)) for name, errors in by_class.items()}
 
 
 def how_near(errors: Sequence[float]) -> str:
     """Return the median and the largest error as a sentence."""
-    near = sum(abs(math.log1p(error)) <= math.log(1.15) for error in errors)
+    logs = [math.log1p(error) for error in errors]
+    near = sum(abs(log) <= math.log(1.15) for log in logs)
     return (
-        f"{len(errors)} runs: median error {median(errors):.0%}, largest {max(errors, key=abs):+.0%}; {near} within 15%"
+        f"{len(errors)} runs: median error {median(logs):.0%}, largest {max(errors, key=abs):+.0%}; {near} within 15%"
     )
 
 
@@ -187,7 +188,9 @@ def table(rows: list[Beside]) -> str:
     ]
     if len(rows) > 1:
         lines.append("Runs that are left out, corrected by the median error of the other runs on such chips:")
-        whole = {f"{what} by {what}": (median(left_out(rows, what)), len(rows)) for what in ("publication", "class")}
+        whole = {
+            f"{what} by {what}": (median(errors_without(rows, what)), len(rows)) for what in ("publication", "class")
+        }
         halves = {f"half of {name}": found for name, found in class_errors(rows).items()}
         lines += [
             f"  {name}: median {error:.0%}, {count} run{'s' * (count > 1)}"

@@ -53,7 +53,7 @@ def test_what_a_forecast_says_of_its_class_is_what_halves_of_the_runs_say_of_eac
     assert {name: (round(error, 2), count) for name, (error, count) in found.items()} == stored
     assert all(error < 0.205 for error, _ in found.values())
     for what, most in (("publication", 0.1), ("class", 0.15)):
-        assert published.median(published.left_out(rows, what)) < most
+        assert published.median(published.errors_without(rows, what)) < most
 
 
 def test_a_forecast_says_how_far_its_class_is_off():

@@ -29,6 +29,7 @@ from scaling.common import console
 from scaling.common.console import Parser, complaining
 from scaling.configs import get
 from scaling.hardware import chip
+from scaling.plan.published import median
 from scaling.plan.serve import forecast
 from scaling.plan.serve.candidates import Service, ServingPlan
 from scaling.plan.serve.forecast import ENGINES, GPU, TABLE, EngineRates, Rates
@@ -168,11 +169,6 @@ class Fit:
         large = [group for group, count in Counter(self.groups).items() if count >= MANY]
         errors = (self.errors["deployment"][[one == group for one in self.groups]] for group in large)
         return sum(median(some) > FAR for some in errors), len(large)
-
-
-def median(errors: np.ndarray) -> float:
-    """Return the median size of errors as a share."""
-    return math.expm1(float(np.median(np.abs(errors))))
 
 
 def left_out(rows: Sequence[MeasuredRow], what: str) -> list[np.ndarray]:
