@@ -191,7 +191,7 @@ def tree_lane(chip: Chip, op: str, size: int, inner: int, copies: int = 1, group
     if op == "CollectivePermute":
         across, per_byte, size = inner >= node, 1 / gpu.hop_bandwidth(chip, inner), 2
     elif op == "AllToAll":
-        nodes = max(1, size * inner // node)
+        nodes = -(-size * inner // node)
         across = nodes > 1
         per_byte = copies * (1 - 1 / size) / chip.need("levels")[0].group_bw(min(size * inner, node))
         if across:

@@ -59,7 +59,11 @@ def form_lines(form: dict, config) -> list[str]:
             "it is compute-bound" if form["compute_bound"] == "data" else
             f"each replica should span {form['model_nodes_needed']:.1f} times as many nodes (PP, EP), or the batch grow"
         ))  # fmt: skip
-        found.append(f"  TP in a node stays compute-bound up to {form['tensor_limit']:.1f} ways")
+        ways = form["tensor_limit"]
+        limit = (
+            f"stays compute-bound up to {ways:.1f} ways" if ways >= 2 else "is bound by communication from 2 ways on"
+        )
+        found.append(f"  TP in a node {limit}")
     elif "X_opt" in form:
         verdict = {"FSDP": "FSDP alone is compute-bound", "FSDP+TP": "FSDP+TP is compute-bound, FSDP alone is not"}
         found.append(

@@ -21,7 +21,7 @@ from scaling.plan.candidates import plans, search
 from scaling.plan.evaluate import Estimate
 from scaling.plan.fitting import Frugal, frugal_ways, help_needed
 from scaling.plan.job import AXES, Fixed, Job
-from scaling.plan.report import folded, size
+from scaling.plan.report import folded, several, size
 from scaling.plan.work import LayerWork
 
 
@@ -132,9 +132,9 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
     head = ["", "GPUs", "microbatches", "params, grads,\noptimizer", "activations,\nworking", "a GPU holds", "fits"]
     state = job.param_bytes + job.grad_bytes + job.optimizer_bytes
     lines = [
-        f"{job.config.name} ({significant(params)} params, {state:g} bytes each) on {gpus} x {gpu.name} of "
+        f"{job.config.name} ({significant(params)} params, {state:g} bytes each) on {gpus:,} x {gpu.name} of "
         f"{size(gpu.hbm_bytes)},",
-        f"of which {job.headroom:.0%} count; {job.sequences} sequence{'s' * (job.sequences > 1)} of {job.seq:,} a step",
+        f"of which {job.headroom:.0%} count; {several(job.sequences, 'sequence')} of {job.seq:,} a step",
         *counted_without(job.config),
         "",
         table(rows, head + ["step, s"] * timed),

@@ -27,7 +27,7 @@ from scaling.plan.candidates import plans
 from scaling.plan.classes import error_line
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Job, run_bytes
-from scaling.plan.report import folded
+from scaling.plan.report import folded, several
 from scaling.plan.serve import candidates
 from scaling.plan.serve.report import off_by
 
@@ -227,7 +227,7 @@ def report(found: list[Division], asked: PosttrainJob, hardware: Chip, chips: in
         else "colocated, writing and training in turn on all chips"
     )  # fmt: skip
     lines = [
-        f"{asked.config.name}: {asked.answers:,} answers a step, {asked.prompt:,} + {asked.output:,} tokens, "
+        f"{asked.config.name}: {several(asked.answers, 'answer')} a step, {asked.prompt:,} + {asked.output:,} tokens, "
         f"the longest {asked.longest or asked.output:,}, "
         f"on {chips:,} {hardware.name}, {asked.dtype}",
         f"Best: {where}. A step takes {best.seconds:,.3g} s; the chips wait for {best.waiting:.0%} of it.",
@@ -258,7 +258,7 @@ def report(found: list[Division], asked: PosttrainJob, hardware: Chip, chips: in
 def _replicas(serving: candidates.ServingPlan) -> str:
     """Return "4 replicas of one chip", say."""
     count, chips = serving.replicas, serving.chips
-    return f"{count} replica{'s' * (count > 1)} of {chips} chip{'s' * (chips > 1)}"
+    return f"{several(count, 'replica')} of {several(chips, 'chip')}"
 
 
 def as_dict(found: list[Division]) -> list[dict]:

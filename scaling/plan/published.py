@@ -22,7 +22,7 @@ from scaling.plan.candidates import rank, search
 from scaling.plan.classes import class_of, run_rows, runs_table
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import AXES, Fixed, Job
-from scaling.plan.report import folded
+from scaling.plan.report import folded, several
 
 BETTER = 0.15  # the planner's layout needs an explanation if it is faster by this share
 
@@ -122,10 +122,10 @@ def beside_planner(run: PublishedRun) -> Beside:
 
 
 def errors_without(rows: Sequence[Beside], what: str) -> list[float]:
-    """Return log(forecast / measured) of each run, less the median of runs on alike chips that are not left out with it.
+    """Return log(forecast / measured) of each run, less the median of other runs on alike chips.
 
-    `what` is left out: "half", every second run of a class, or "publication", from the other runs of the class; or
-    "class", from the runs of other classes.
+    With the run, `what` is left out: "half", every second run of its class, "publication", the runs of its class with
+    one source, or "class", so that the median is of other classes.
     """
     classes = [class_of(row.run.job, row.run.chip) for row in rows]
     alike = [
@@ -193,7 +193,7 @@ def table(rows: list[Beside]) -> str:
         }
         halves = {f"half of {name}": found for name, found in class_errors(rows).items()}
         lines += [
-            f"  {name}: median {error:.0%}, {count} run{'s' * (count > 1)}"
+            f"  {name}: median {error:.0%}, {several(count, 'run')}"
             for name, (error, count) in (whole | halves).items()
         ]
     lines += [

@@ -209,6 +209,11 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
     return folded(lines)
 
 
+def several(count: int, noun: str) -> str:
+    """Return a number and its noun, such as "1 token" or "1,024 tokens"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def folded(lines: Iterable[str]) -> str:
     """Return lines of at most 100 columns; longer ones continue below."""
     return fold("\n".join(lines), WIDTH)

@@ -11,6 +11,7 @@ import torch
 from scaling import serve, tree
 from scaling.book.arrays import largest
 from scaling.configs import get
+from scaling.cost.lanes import mesh_seconds
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
@@ -205,6 +206,12 @@ def test_caches_over_time_are_a_bound_that_published_figures_keep():
     assert 0.65 < 14_325 / best.tokens_per_second < 0.75
     assert best.kv_bytes == pytest.approx(best.batch * best.load.kv(128 + 2048))
     assert plans(replace(service, over_time=False), chip("h100"), chips=1)[0].tokens_per_second < 14_325
+
+
+@pytest.mark.parametrize("chips", [9, 12, 15])
+def test_experts_on_part_of_a_second_node_send_over_the_network(chips):
+    inside, across = (mesh_seconds("AllToAll", 1e9, "E", {"E": n}, chip("h200")) for n in (8, chips))
+    assert across > 2.5 * inside
 
 
 def test_replicas_share_the_chips_where_that_makes_more():

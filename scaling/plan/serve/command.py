@@ -132,15 +132,20 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
         )
     room = asked.headroom * hardware.need("hbm_bytes")
     need = asked.load.weights + (fixed.get("batch") or 1) * asked.load.kv(asked.context)
-    no_slice = fixed["chips"] and not whole
-    slices = f"; {fixed['chips']} are no slice of {hardware.name}, but {counts} are" if no_slice else ""
+    slices, change = "", "use more chips"
+    if fixed["chips"] and not whole:
+        slices = f"; {fixed['chips']} are no slice of {hardware.name}, but {counts} are"
+        enough = next(
+            (str(math.prod(shape)) for shape in serving.slices(hardware) if room * math.prod(shape) >= need), ""
+        )
+        change = f"give --chips {enough}" if enough else change
     smaller = [{"weights": name} for name in ("fp8", "int4") if dtype_bytes(name) < dtype_bytes(asked.weights)]
     less = [one for one in smaller if plans(replace(asked, **one), hardware, objective="latency", **fixed)]
     fits = f"give --weights {less[0]['weights']}, which fits, or " if less else ""
     return (
         f"nothing fits: weights and caches are {need / 1e9:,.1f} GB, at least {-(-need // room):,.0f} chips of "
         f"{room / 1e9:,.1f} GB{slices}\n"
-        f"  fix: {fits}use more chips, smaller dtypes, a shorter context or a smaller batch"
+        f"  fix: {fits}{change}, smaller dtypes, a shorter context or a smaller batch"
     )
 
 

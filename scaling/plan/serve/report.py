@@ -7,7 +7,7 @@ from scaling.common.console import table
 from scaling.cost import serving
 from scaling.hardware import Chip
 from scaling.models.leaves import counted_without
-from scaling.plan.report import folded, size
+from scaling.plan.report import folded, several, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
 from scaling.plan.serve.forecast import ERRORS, MEASURED
 from scaling.plan.serve.goals import Deployment
@@ -115,7 +115,7 @@ def _changes(best: ServingPlan, **fixed) -> list[tuple[str, ServingPlan]]:
     if s.context // 2 > s.generated:
         tried.append((f"a context of {s.context // 2:,}", replace(s, context=s.context // 2), fixed))
     for chips in (best.chips * 2, best.chips // 2):
-        tried.append((f"{chips} chip{'s' * (chips > 1)}", s, fixed | {"chips": chips}))
+        tried.append((several(chips, "chip"), s, fixed | {"chips": chips}))
     if s.latency:
         tried.append((f"{2e3 * s.latency:g} ms a step", replace(s, latency=2 * s.latency), fixed))
     found, count = [], best.chips * best.replicas
@@ -184,7 +184,7 @@ def text(found: Sequence[ServingPlan], best: ServingPlan, top: int, price: float
             "",
         ]
     lines += [
-        f"Take:       {place}{used:,} chip{'s' * (used > 1)}, form {best.form}: {best.type} on "
+        f"Take:       {place}{several(used, 'chip')}, form {best.form}: {best.type} on "
         f"{_mesh(best)}; batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
@@ -203,8 +203,9 @@ def text(found: Sequence[ServingPlan], best: ServingPlan, top: int, price: float
         f"Binds:      {step.bound}; the matmuls are compute-bound from a batch of {compute_bound_from(best):,.0f}. HBM "
         f"is busy {min(1.0, (step.kv + step.weights) / step.seconds):.0%} of the step, with weights alone "
         f"{step.weights / step.seconds:.0%}",
-        f"Prefill:    {best.prefill:.3g} s for {s.prompt:,} tokens on as many chips: "
-        f"{short(best.prefill_servers)} prefill servers for each that generates {s.generated:,} tokens a request",
+        f"Prefill:    {best.prefill:.3g} s for {several(s.prompt, 'token')} on as many chips: "
+        f"{short(best.prefill_servers)} prefill servers for each that generates {several(s.generated, 'token')} a "
+        "request",
         *(f"Note:       {note}." for note in notes(best)),
     ]
     if others := others_than(best, found, top):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from scaling.cost import serving
+from scaling.plan.report import several
 from scaling.plan.serve.candidates import ServingPlan as Plan
 from scaling.plan.serve.forecast import likely_step
 from scaling.plan.serve.report import ms, per_second, short
@@ -95,7 +96,7 @@ def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
         if shares[f"{what}_p50"] is not None
     ]
     return "\n".join([
-        f"Simulated as forecast: {len(served.requests)} requests, {asked} a second, {policy} on {slices}",
+        f"Simulated as forecast: {several(len(served.requests), 'request')}, {asked} a second, {policy} on {slices}",
         "; ".join([f"  {tokens} tokens/s", *waits]),
         *(queue if enough > 1 else []), "",
         f"Requests, {short(served.seconds)} s across: P prompt, d decode, . waiting", gantt(served),
