@@ -216,7 +216,7 @@ def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
 
 
 def declare(x: Tensor, spec: "Spec | str", mesh, where: str = "x") -> Tensor:
-    """Return x, which the judge and shard_map know from now on as this rank's shard of that type, as after `shard`."""
+    """Return x, noted as this rank's shard of that type: the judge and shard_map then know it, as after `shard`."""
     x, spec = note_shard(x, parse(spec), mesh), parse(spec)
     if x.is_meta or mesh.device.type == "meta":
         from scaling.collectives.linear import who_watches  # imported here, as above

@@ -8,7 +8,7 @@ Plans and programs are data: print them, count their bytes and FLOPs, or run the
 
     rules                   how each collective may change a type
     ops, labels, law        how an operation changes types: torch's functions by kind, the dims of a call, and the law
-    layouts, steps          types without names, and the steps between them with what each sends
+    layouts, steps          types without names, and the steps between them with the bytes that they send
     resharding, planner     the cheapest plan between two types of an array, and of a whole program
     products, programs      the book's four cases of a product, and algorithms derived from one line
 """

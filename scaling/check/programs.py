@@ -109,7 +109,7 @@ def train_transformer(kind: str, mesh: Any, rows: int = 32, documents: bool | No
 
 
 def check_gradients(kind: str) -> None:
-    """Compare a tiny Transformer's gradients with the slopes of its own loss, on one device, in float64."""
+    """Compare a tiny Transformer's gradients with the slopes of its loss, on one device, in float64."""
     config, watch = _config(kind), who_watches()
     assert watch is not None
     with with_numbers() as generator:

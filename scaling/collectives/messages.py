@@ -75,7 +75,7 @@ class MessageInFlight:
 
 
 def arriving(spec, buffer: Tensor, group: Group, source: int) -> MessageInFlight:
-    """Start receiving a message into a buffer. What finishes it checks its header."""
+    """Start receiving a message into a buffer; its header is checked when it is waited for."""
     peer = {"group": group.pg, "group_src": group.member_of(source)}
     wanted, header = (announcement(spec, buffer, buffer.device) for _ in range(2))
     announced: Any = dist.irecv(header, tag=TAG, **peer)

@@ -37,7 +37,7 @@ Started = tuple[Sequence[Any], Callable[[], Tensor]]
 
 
 def in_order(rows: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the rows of blocks in another order of blocks; `counts` are the rows of each block (none: one each)."""
+    """Reorder blocks of rows; `counts` has the number of rows of each block, or nothing if each has one."""
     if not order:
         return rows
     parts = rows.split(list(counts) or 1)

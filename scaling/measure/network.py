@@ -63,7 +63,7 @@ def laps(fs: Sequence[Callable], mesh, rounds: int, to_the_last: bool = False, u
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Return the lower quartile, which counts where other work on the machine only adds to times."""
+    """Return the lower quartile of times, since other work on the machine can only lengthen them."""
     return sorted(seconds)[len(seconds) // 4]
 
 

@@ -129,7 +129,7 @@ def with_transfers(runs: Sequence[LineRun], transfers: Sequence[OpSpan]) -> list
 
 
 def on_device(runs: Sequence[LineRun], kernels: Sequence[KernelSpan]) -> tuple[list[LineRun], tuple[OpSpan, ...]]:
-    """Return (runs, ops) on a GPU.
+    """Return the lines as runs on a GPU, and the kernels between them as ops.
 
     A line holds the GPU while the kernels launched in it run; a collective holds it while its transfer is covered by no
     other kernel. Kernels that were launched between the lines are the ops.

@@ -192,7 +192,7 @@ ROWS = ("P", "X", "E", "C")  # the axes that split the tokens, and so the rows
 
 
 def product_by_expert(recipe: Recipe, mesh, line: str, x: Tensor, W: Scaled, counts: Sequence[int]) -> Tensor:
-    """Return the product of each expert's rows of x[R, ..] and its matrix W[E, ..], by the line of one expert.
+    """Multiply each expert's rows of x[R, ..] by its matrix W[E, ..]; `line` is the line of one expert.
 
     All rows are quantized together, along the dim that is summed over.
     """

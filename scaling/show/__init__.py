@@ -2,7 +2,7 @@
 
 shardings           the blocks of a type, and the devices that hold them
 frames, svg         a listing frame by frame, as text and as SVG
-bars, timelines     time lines, and pipelines drawn as such
+bars, timelines     time lines, and the schedules of pipelines
 charts              curves
 params              every leaf of a model with its type
 """

@@ -266,7 +266,7 @@ def slice_shapes(chip: Chip, chips: int | None, most: int) -> list[tuple[int, ..
 
 
 def replica_shapes(chip: Chip, chips: int | None, most: int, replicas: int | None) -> list[tuple[int, ...]]:
-    """Return the slices of one replica when `replicas` of them, or any number if that is None, use `chips` together."""
+    """Return the possible slices of a replica, where `replicas` equal ones (None: any number) use `chips` together."""
     if not chips:
         return slice_shapes(chip, None, most)
     if replicas:

@@ -165,7 +165,7 @@ class Fit:
 
     @property
     def far(self) -> tuple[int, int]:
-        """How many groups of at least MANY rows are off by more than FAR in the median, and how many there are."""
+        """Two counts of the groups of at least MANY rows: the ones off by more than FAR in the median, and all."""
         large = [group for group, count in Counter(self.groups).items() if count >= MANY]
         errors = (self.errors["deployment"][[one == group for one in self.groups]] for group in large)
         return sum(median(some) > FAR for some in errors), len(large)
