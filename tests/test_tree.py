@@ -11,6 +11,7 @@ from array_types import types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import on_ranks
+from problems import same
 from refused import evaluated, refused
 
 from scaling import tree
@@ -38,10 +39,6 @@ def ranks_of(**sizes):
     return [SimpleNamespace(sizes=sizes, coord=coord, device=torch.device("cpu")) for coord in coords]
 
 
-def equal(a, b) -> bool:
-    return all(map(torch.equal, tree.leaves(a), tree.leaves(b))) and tree.structure(a) == tree.structure(b)
-
-
 def test_leaves_are_paired_and_have_the_names_that_fetch_them():
     out = tree.map(lambda t, spec: (str(parse(spec)), t.ndim), WHOLE, SPECS)
     assert out["norms"] == [("g[D_XY]", 1), ("s[]", 0)]
@@ -64,7 +61,7 @@ def test_unshard_is_the_inverse_of_shard(mesh):
             assert part.untyped_storage().nbytes() == part.nbytes
         tree.check(shards, specs, sizes, mesh, torch.float32)
         assert tree.nbytes(shards) == tree.local_nbytes(specs, sizes, mesh, "fp32")
-        assert equal(tree.unshard(shards, specs, mesh), whole)
+        assert same(tree.unshard(shards, specs, mesh), whole)
 
 
 @settings(deadline=None, max_examples=20, derandomize=True)
@@ -82,7 +79,7 @@ def test_initial_values_are_equal_to_the_bit_on_every_mesh(blocks, data, chunk):
         patch.setattr(tree, "CHUNK", chunk)
         part = make(some)
     tree.check(part, specs, sizes, some, dtype)
-    assert equal(part, tree.shard(whole, specs, some))
+    assert same(part, tree.shard(whole, specs, some))
     assert whole["n"] == 3
 
 

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from probes import shaken
+from problems import rows_on, same
 from safetensors.torch import load_file, save_file
 from test_hugging_face import TABLE
 
@@ -19,7 +20,6 @@ from scaling.models.lora import Lora
 from scaling.serve.requests import served_text
 from scaling.serve.scheduler import refusal
 from scaling.serve.states import Options, Request
-from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
 FAMILIES = (  # rows of the table
@@ -47,6 +47,17 @@ def model(family: str) -> tuple[Config, dict]:
 def alone(family: str) -> tuple[torch.Tensor, dict]:
     config, params = model(family)
     return transformer.loss_and_grads(params, ROWS[:, :-1], targets=ROWS[:, 1:], config=config)
+
+
+def check_step(mesh, family: str, wanted: tuple, *whole, **options) -> None:
+    """A step on the mesh, and the loss alone, of tokens, targets and maybe segments, beside one device's."""
+    (config, params), (tokens, targets, *segments) = model(family), rows_on(mesh, *whole)
+    own = strategy.shard(params, config, mesh, zero=options.get("zero", 3))
+    given = {"segments": segments[0]} | options if segments else options
+    loss, grads = strategy.loss_and_grads(own, tokens, targets, config, mesh, **given)
+    torch.testing.assert_close(loss, wanted[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(strategy.unshard(grads, config, mesh), wanted[1], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(strategy.loss(own, tokens, targets, config, mesh, **given), wanted[0])
 
 
 def in_turn(values_of: dict[str, list], new: tuple[str, ...]) -> list:
@@ -78,18 +89,7 @@ def meshes_of(family: str) -> list[dict[str, int]]:
     in_turn({family: meshes_of(family) for family in FAMILIES}, FAMILIES),
 )
 def test_a_step_on_a_mesh_is_that_of_one_device(mesh, family, options):
-    config, params = model(family)
-    tokens, targets = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
-    loss, grads = strategy.loss_and_grads(
-        strategy.shard(params, config, mesh), tokens, targets, config, mesh, **options
-    )
-    grads = strategy.unshard(grads, config, mesh)
-    wanted, gradients = alone(family)
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    torch.testing.assert_close(grads, gradients, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(
-        strategy.loss(strategy.shard(params, config, mesh), tokens, targets, config, mesh), wanted
-    )
+    check_step(mesh, family, alone(family), ROWS[:, :-1], ROWS[:, 1:], **options)
 
 
 def test_a_block_s_last_product_is_not_left_out_where_a_norm_reads_it():
@@ -101,11 +101,7 @@ def test_a_block_s_last_product_is_not_left_out_where_a_norm_reads_it():
 @pytest.mark.parametrize("family", ["olmo2", "cohere2", "gemma3"])
 @pytest.mark.parametrize("mesh", [{"X": 2, "Y": 2}], ids=str)
 def test_a_step_that_keeps_products_alone(mesh, family):
-    config, params = model(family)
-    tokens, targets = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
-    own = strategy.shard(params, config, mesh)
-    _, grads = strategy.loss_and_grads(own, tokens, targets, config, mesh, remat="matmuls")
-    torch.testing.assert_close(strategy.unshard(grads, config, mesh), alone(family)[1], rtol=1e-10, atol=1e-12)
+    check_step(mesh, family, alone(family), ROWS[:, :-1], ROWS[:, 1:], remat="matmuls")
 
 
 LONG = model("phi3 long")[0].with_(rope_scaling=replace(model("phi3 long")[0].rope_scaling, original=7))
@@ -115,11 +111,9 @@ LONG = model("phi3 long")[0].with_(rope_scaling=replace(model("phi3 long")[0].ro
 def test_a_rank_s_part_of_a_long_text_has_the_factors_of_the_whole(mesh):
     params = model("phi3 long")[1]
     wanted = transformer.loss(params, ROWS[:, :-1], targets=ROWS[:, 1:], config=LONG)
-    assert (
-        abs(wanted - transformer.loss(params, ROWS[:, :-1], targets=ROWS[:, 1:], config=model("phi3 long")[0])) > 1e-6
-    )
-    tokens, targets = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
-    found = strategy.loss(strategy.shard(params, LONG, mesh), tokens, targets, LONG, mesh)
+    assert abs(wanted - alone("phi3 long")[0]) > 1e-6
+    shards = rows_on(mesh, ROWS[:, :-1], ROWS[:, 1:])
+    found = strategy.loss(strategy.shard(params, LONG, mesh), *shards, LONG, mesh)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
@@ -153,12 +147,8 @@ def test_positions_and_chunks_start_again_with_each_document(mesh, family):
     config, params = model(family)
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2], [0] * 8, [0] * 6 + [1] * 2])
     whole = {"targets": ROWS[:, 1:], "segments": ids, "config": config}
-    wanted, gradients = transformer.loss_and_grads(params, ROWS[:, :-1], **whole)
-    parts = tree.shard([ROWS[:, :-1], ROWS[:, 1:], ids], [present("t[B_PXE, T_C]", mesh)] * 3, mesh)
-    own, options = strategy.shard(params, config, mesh), {"microbatches": 2}
-    loss, grads = strategy.loss_and_grads(own, *parts[:2], config, mesh, segments=parts[2], **options)
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    torch.testing.assert_close(strategy.unshard(grads, config, mesh), gradients, rtol=1e-10, atol=1e-12)
+    wanted = transformer.loss_and_grads(params, ROWS[:, :-1], **whole)
+    check_step(mesh, family, wanted, ROWS[:, :-1], ROWS[:, 1:], ids, microbatches=2)
     first = transformer.forward(params, ROWS[1:2, 1:6], config=config)  # the document alone
     packed = transformer.forward(params, ROWS[1:2, :-1], config=config, segments=ids[1:2])[:, 1:6]
     torch.testing.assert_close(packed, first)
@@ -170,7 +160,7 @@ def test_a_published_gpt2_is_read_whose_names_lack_the_prefix(tmp_path):
     named = {name.removeprefix("transformer."): x for name, x in load_file(tmp_path / "model.safetensors").items()}
     named |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
     save_file(named, tmp_path / "model.safetensors")
-    assert all(map(torch.equal, tree.leaves(params), tree.leaves(hf.load(tmp_path)[1])))
+    assert same(params, hf.load(tmp_path)[1])
 
 
 def test_xielu_is_computed_with_its_own_constants_and_without_a_gate(tmp_path):
@@ -207,7 +197,7 @@ def test_its_greedy_tokens_and_its_checkpoint(family, tmp_path):
     hf.save(tmp_path / "m", config, params)
     again, back = hf.load(tmp_path / "m")
     assert again == config.with_(name="m", source=again.source)
-    assert all(map(torch.equal, tree.leaves(params), tree.leaves(back)))
+    assert same(params, back)
     table = json.loads((tmp_path / "m" / "config.json").read_text())
     assert table["architectures"] == TABLE[family]["written"]["architectures"]
 
@@ -225,7 +215,7 @@ def test_its_adapters_of_attention_are_read_where_its_experts_are_joined(tmp_pat
     adapters.save(tmp_path / "peft", config, lora, own)
     again, read = adapters.load(tmp_path / "peft", config)
     assert again == lora
-    assert all(map(torch.equal, tree.leaves(read), tree.leaves(own)))
+    assert same(read, own)
     with pytest.raises(ValueError, match="joined or in another order"):
         adapters.save(tmp_path / "peft", config, Lora(2, ("W_in",)), adapters.init(config, Lora(2, ("W_in",))))
 

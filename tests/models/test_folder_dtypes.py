@@ -33,6 +33,21 @@ KINDS = {  # quantization_config, the scales' name
 }
 
 
+def amend(folder, **changed) -> None:
+    """Write other values into a folder's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def check_slice(folder, type_: str, part: tuple) -> None:
+    """W_in by shards of this type is this part of the whole."""
+    (config, whole), mesh = hf.load(folder), AbstractMesh({"X": 2, "Y": 2})
+    mesh.coord.update(X=1, Y=1)
+    specs = specs_of(config) | {"layers": specs_of(config)["layers"] | {"W_in": type_}}
+    _, own = hf.load_sharded(folder, specs, mesh, device="cpu")
+    assert torch.equal(own["layers"]["W_in"], whole["layers"]["W_in"][part])
+
+
 def folder(path, kind, change=None):
     """A folder of this kind, and the tensors that it stands for."""
     config, name = KINDS[kind]
@@ -55,8 +70,7 @@ def folder(path, kind, change=None):
         shape = {"tensor": (1,), "channel": (len(W), 1)}.get(kind, (-(-len(W) // 128), -1))
         tensors |= {tensor: q, tensor + name: torch.stack(scales).reshape(shape)}
     save_file((change or (lambda x: x))(tensors), path / hf.SINGLE)
-    table = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
-    (path / "config.json").write_text(json.dumps(table))
+    amend(path, quantization_config=config)
     return meant
 
 
@@ -74,12 +88,7 @@ def test_read_as_values_times_scales(kind, tmp_path):
 
 def test_a_shard_is_read_as_the_slice_of_the_whole(tmp_path):
     folder(tmp_path, "deepseek")
-    config, whole = hf.load(tmp_path)
-    mesh = AbstractMesh({"X": 2, "Y": 2})
-    mesh.coord.update(X=1, Y=1)
-    specs = specs_of(config) | {"layers": specs_of(config)["layers"] | {"W_in": "W_in[L, D_X, F_Y]"}}
-    _, own = hf.load_sharded(tmp_path, specs, mesh, device="cpu")
-    assert torch.equal(own["layers"]["W_in"], whole["layers"]["W_in"][:, 96:, 160:])
+    check_slice(tmp_path, "W_in[L, D_X, F_Y]", (..., slice(96, None), slice(160, None)))
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path):
@@ -106,18 +115,13 @@ def test_experts_in_mxfp4_are_read_as_values_times_scales(tmp_path):
         meant[name] = (W * 2.0 ** (scales.int() - 127)[..., None]).reshape(E, F, D).transpose(1, 2).bfloat16()
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, tmp_path / hf.SINGLE)
-    table = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(table))
+    amend(tmp_path, quantization_config={"quant_method": "mxfp4"})
     config, params = hf.load(tmp_path)
     hf.save(tmp_path / "wide", config, params)
     found = load_file(tmp_path / "wide" / hf.SINGLE)
     assert all(torch.equal(found[name], W) for name, W in (tensors | meant).items() if name in found)
     assert {*meant} <= {*found}
-    mesh = AbstractMesh({"X": 2, "Y": 2})
-    mesh.coord.update(X=1, Y=1)
-    specs = specs_of(config) | {"layers": specs_of(config)["layers"] | {"W_in": "W_in[L, E, D_X, F_Y]"}}
-    own = hf.load_sharded(tmp_path, specs, mesh, device="cpu")[1]["layers"]["W_in"]
-    assert torch.equal(own, params["layers"]["W_in"][:, :, 32:, 16:])
+    check_slice(tmp_path, "W_in[L, E, D_X, F_Y]", (..., slice(32, None), slice(16, None)))
 
 
 @pytest.mark.parametrize("change", [
@@ -130,8 +134,7 @@ def test_other_quantizations_are_refused(change, tmp_path):
     quantized = KINDS["channel"][0] | change
     assert weight_blocks(quantized) is None
     folder(tmp_path, "channel")
-    table = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": quantized}
-    (tmp_path / "config.json").write_text(json.dumps(table))
+    amend(tmp_path, quantization_config=quantized)
     with pytest.raises(ValueError, match="quantization_config"):
         hf.load(tmp_path)
 
@@ -163,17 +166,16 @@ def test_several_dtypes_of_a_folder_are_read_in_one_that_holds_them(config, name
 
 
 def test_what_no_params_are_computed_in_is_refused_and_so_are_sizes_far_beyond_the_files(tmp_path):
-    file, table = tmp_path / "model.safetensors", tmp_path / "config.json"
+    file = tmp_path / "model.safetensors"
     hf.save(tmp_path, MOE, shaken(MOE))
     whole = load_file(file)
     for dtype, said in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")):
         save_file(whole | {"model.norm.weight": whole["model.norm.weight"].to(dtype)}, file)
         with pytest.raises(ValueError, match=rf"model\.norm\.weight is stored as {said}, in which.*\n  fix: "):
             hf.load(tmp_path)
-    sizes = {"num_hidden_layers": 10**5, "num_local_experts": 10**5}
-    table.write_text(json.dumps(json.loads(table.read_text()) | sizes))
+    amend(tmp_path, num_hidden_layers=10**5, num_local_experts=10**5)
     with pytest.raises(ValueError, match=r"tensors; the sizes in config\.json give 30,000,700,003\n  fix: "):
         hf.load(tmp_path)
-    table.write_text(json.dumps(json.loads(table.read_text()) | {"num_hidden_layers": 10**9}))
+    amend(tmp_path, num_hidden_layers=10**9)
     with pytest.raises(ValueError, match=r"L is 1000000000: must be in \[1, 1e5\]\n  fix: "):
         hf.load(tmp_path)

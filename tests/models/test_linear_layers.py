@@ -10,7 +10,7 @@ import pytest
 import torch
 from machine import on_ranks
 from refused import named
-from test_families import LINEAR, PROMPTS, greedy, model
+from test_families import LINEAR, PROMPTS, check_step, greedy, model
 
 from scaling import serve, tree
 from scaling.configs import Config
@@ -19,7 +19,6 @@ from scaling.models import transformer
 from scaling.models.delta_rule import delta_rule, delta_rule_backward
 from scaling.serve import engine
 from scaling.serve.states import Options
-from scaling.spec import present
 from scaling.strategies import transformer as strategy
 from scaling.trace import trace
 from scaling.train.settings import Settings
@@ -88,16 +87,8 @@ STEPS = [  # for the sweep all; for the suite each mesh in one way, another than
 
 @pytest.mark.parametrize(("mesh", "family", "options", "documents"), STEPS, ids=str)
 def test_a_step_of_linear_layers_on_a_mesh_is_that_of_one_device(mesh, family, options, documents):
-    config, params = model(family)
-    given = [ROWS[:, :-1], ROWS[:, 1:], *([DOCUMENTS] if documents else [])]
-    tokens, targets, *segments = tree.shard(given, [present("t[B_PXE, T_C]", mesh)] * len(given), mesh)
-    options = options | {"context": "ring", "segments": segments[0] if segments else None}
-    own = strategy.shard(params, config, mesh, zero=options.get("zero", 3))
-    loss, grads = strategy.loss_and_grads(own, tokens, targets, config, mesh, **options)
-    wanted, gradients = alone(family, documents)
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    torch.testing.assert_close(strategy.unshard(grads, config, mesh), gradients, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(strategy.loss(own, tokens, targets, config, mesh, **options), wanted)
+    whole = ROWS[:, :-1], ROWS[:, 1:], *([DOCUMENTS] if documents else [])
+    check_step(mesh, family, alone(family, documents), *whole, context="ring", **options)
 
 
 HANDED_ON = {"tail": 1, "S": 3, "dtail": 1, "dS": 3}  # along C=4, in each linear layer

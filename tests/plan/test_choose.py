@@ -223,27 +223,29 @@ def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(tmp_path, capsys):
     assert "scaling.measure --ranks 2 --out machine.toml" in " ".join(capsys.readouterr().err.split())
 
 
+def bytes_of_a_dry_run(command_line: str, capsys) -> str:
+    """Of the printed command, as the planner says them."""
+    assert command.main([*command_line.split("scaling.train ")[1].split(), "--dry-run"]) == 0
+    together = re.search(r"together +([\d,]+) bytes", capsys.readouterr().out)[1]
+    return f", {size(int(together.replace(',', '')))} a rank"
+
+
 @pytest.mark.slow
 def test_the_planner_too_prints_the_command_that_runs_its_plan(capsys):
     asked = "--model tiny --chip h100 --chips 2 --batch 8192 --run --seq"
     assert plan.main([*asked.split(), "1024"]) == 0
     said = capsys.readouterr().out
     command_line, counted = joined(said).splitlines()[-2:]
+    assert f"{bytes_of_a_dry_run(command_line, capsys)}; sent in a step over X " in counted
     assert "DP 2\n  data parallel over 2, optimizer state sharded over 2 (ZeRO-1)\n" in said
     assert command_line.endswith("--zero 1 --mesh X=2")
-    assert command.main([*command_line.split("scaling.train ")[1].split(), "--dry-run"]) == 0
-    dry_run = capsys.readouterr().out
-    together = int(re.search(r"together +([\d,]+) bytes", dry_run)[1].replace(",", ""))
-    assert f", {size(together)} a rank; sent in a step over X " in counted
     assert plan.main([*asked.split(), "1023"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("This code runs no such step: whole sequences")
     sharded = "1024 --mesh fsdp=2 --microbatches 2 --remat none"
     assert plan.main([*asked.split(), *sharded.split(), "--reduce", "each"]) == 0
     each, counted = joined(capsys.readouterr().out).splitlines()[-2:]
     assert each.endswith("--microbatches 2 --reduce each --mesh X=2")
-    assert command.main([*each.split("scaling.train ")[1].split(), "--dry-run"]) == 0
-    together = int(re.search(r"together +([\d,]+) bytes", capsys.readouterr().out)[1].replace(",", ""))
-    assert f", {size(together)} a rank" in counted
+    assert bytes_of_a_dry_run(each, capsys) in counted
     staged = *asked.split(), "1024", "--mesh", "pipe=2", "--microbatches", "4", "--schedule"
     seconds = []
     for schedule in ("1f1b", "zb-h1", "interleaved"):
@@ -252,6 +254,4 @@ def test_the_planner_too_prints_the_command_that_runs_its_plan(capsys):
         seconds.append(float(re.search(r"\(--dry-run\): (\S+) s a step", counted)[1]))
     assert seconds[1] < seconds[0]  # zb-h1 fills idle time with gradients of weights
     assert command_line.endswith("--microbatches 4 --pipeline interleaved:2 --mesh Z=2")
-    assert command.main([*command_line.split("scaling.train ")[1].split(), "--dry-run"]) == 0
-    together = int(re.search(r"together +([\d,]+) bytes", capsys.readouterr().out)[1].replace(",", ""))
-    assert f", {size(together)} a rank" in counted
+    assert bytes_of_a_dry_run(command_line, capsys) in counted

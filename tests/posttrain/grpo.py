@@ -65,12 +65,6 @@ def run(line: str) -> int:
     return main(shlex.split(line))
 
 
-def records(out: str, whole: bool = True) -> list[dict]:
-    """The records of a run's steps; the last line may be cut short if the run is not `whole`."""
-    lines = path.read_text().splitlines(True) if (path := Path(out, "metrics.jsonl")).exists() or whole else []
-    return [json.loads(line) for line in lines if whole or line.endswith("\n")]
-
-
 @torch.no_grad()
 def answers(params, config, step):
     """Of a step's prompts the answers, each drawn token by token from the whole sequence's logits."""

@@ -7,7 +7,9 @@ from functools import cache
 import numpy
 import pytest
 import torch
-from grpo import EXPERTS, SIZES, STEP, plain, records, run, write_folder
+from grpo import EXPERTS, SIZES, STEP, plain, run, write_folder
+from problems import same
+from runs import records
 
 from scaling import tree
 from scaling.collectives.transfer import plan_transfer
@@ -73,8 +75,7 @@ def push_and_compare(mesh, pairs) -> list[tuple[int, int]]:
             lacked += 8 * len(needs - has)
         if meshes.serve.member:
             wanted = tree.shard(params, served.specs(config, meshes.serve), meshes.serve)
-            for a, b in zip(tree.leaves(arrived), tree.leaves(wanted), strict=True):
-                assert torch.equal(a, b)
+            assert same(arrived, wanted)
         else:
             assert arrived is None
         assert (sent, came) == (planned, lacked), (name, train, serve, apart)

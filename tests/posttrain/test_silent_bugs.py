@@ -8,7 +8,8 @@ from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 import pytest
-from grpo import EXPERTS, SIZES, STEP, plain, records, run, write_folder
+from grpo import EXPERTS, SIZES, STEP, plain, run, write_folder
+from runs import records
 
 from scaling.common import console
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems import rows_on
 from refused import evaluated, named, read_table, refused
 
 from scaling import trace, tree
@@ -22,7 +23,7 @@ from scaling.models import transformer as model
 from scaling.models.leaves import matrices_of, without
 from scaling.models.lora import Lora  # noqa: F401 - a call in REFUSED names it
 from scaling.scaled import RECIPES, UNSCALED
-from scaling.spec import ShardingError, dtype_bytes, format_of, parse, present
+from scaling.spec import ShardingError, dtype_bytes, format_of, parse
 from scaling.strategies import transformer
 from scaling.train.settings import Settings
 from scaling.train.step import count, step_shapes
@@ -43,7 +44,7 @@ def step(mesh, config, precision, **options):
     g = torch.Generator().manual_seed(0)
     batch = [torch.randint(config.V, (8, 64), generator=g) for _ in range(2)]
     params = model.init(config, 0, torch.float64)
-    tokens, targets = (tree.shard(x, present("x[B_PXE, T_C]", mesh), mesh) for x in batch)
+    tokens, targets = rows_on(mesh, *batch)
     held = transformer.shard(params, config, mesh)
     loss, grads = transformer.loss_and_grads(held, tokens, targets, config, mesh, precision=precision, **options)
     return loss, tree.named_leaves(transformer.unshard(grads, config, mesh))

@@ -11,6 +11,7 @@ import optree
 import pytest
 import torch
 from probes import shaken
+from problems import close, same
 
 from scaling import serve, tree
 from scaling.configs import Config, Latent, RopeScaling
@@ -93,10 +94,6 @@ def served(mesh, name, params, chunks=(7,), form="heads", donate=False, weights=
 
 def served_logits(mesh, *what, **how):
     return served(mesh, *what, **how)[0]
-
-
-def close(found, wanted, tolerance=1e-12):
-    assert ((found - wanted).abs() <= tolerance * wanted.abs().max()).all(), (found - wanted).abs().max()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -237,8 +234,7 @@ def test_laid_out_by_output_each_output_reads_adjacent_elements(name):
     assert W_O[0, ..., 0].is_contiguous()
     assert not wanted[0, ..., 0].is_contiguous()
     assert found["layers"]["norm_mlp"] is params["layers"]["norm_mlp"]
-    for leaf, same in zip(tree.leaves(found), tree.leaves(params), strict=True):
-        assert torch.equal(leaf, same)
+    assert same(found, params)
 
 
 def test_a_cache_with_scales_is_multiplied_before_it_is_rounded():

@@ -157,17 +157,10 @@ def check_scores(choice: dict, prompt, new: int) -> None:
         assert len(top) in (2, 3)
 
 
-def test_a_prompt_alone_is_scored(served):
-    """As lm-evaluation-harness asks for it, or without the token that it leaves out."""
-    for new in (0, 1):
-        body = {"max_tokens": new, "echo": True, "logprobs": 2, **GREEDY}
-        check_scores(served.plain(PROMPTS[1], **body)["choices"][0], PROMPTS[1], new)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("new", [0, 5])
+@pytest.mark.parametrize("new", [0, 1, 5])
 def test_prompts_are_scored(served, new):
-    """In chunks of 16 tokens, again where their pages are there already, and several at once."""
+    """In chunks of 16 tokens, again where their pages are there already, and several at once; with one new token as
+    lm-evaluation-harness asks for it."""
     body = {"max_tokens": new, "echo": True, "logprobs": 2, **GREEDY}
     for _ in range(2):
         answer = served.plain(PROMPTS[:2], n=2, **body)

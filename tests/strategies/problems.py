@@ -9,9 +9,10 @@ from torch.func import functional_call, vjp
 from scaling import optim, tree
 from scaling.configs import Config
 from scaling.models.mlp import MLPConfig, MLPStack
-from scaling.spec import parse
+from scaling.spec import parse, present
 from scaling.strategies import data_parallel, expert, fsdp, fsdp_tp, tensor_parallel
 
+ADAMW = optim.adamw(0.01)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}  # relative to the largest element; never to be loosened
 
 
@@ -20,6 +21,11 @@ def close(got, wanted, limit=None):
     for (where, a), b in zip(tree.named_leaves(got, "found").items(), tree.leaves(wanted), strict=True):
         off, largest = (a - b).abs().max(), b.abs().max()
         assert off <= (limit or TOLERANCE[b.dtype]) * largest, f"{where}: {off} of {largest}"
+
+
+def same(a, b) -> bool:
+    """Whether two trees have one structure and the same numbers to the bit."""
+    return tree.structure(a) == tree.structure(b) and all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
 
 
 def drawn(*shapes, seed=0):
@@ -51,20 +57,25 @@ def summed(grads, types, mesh):
     return tree.unshard(grads, tree.map(partial_sums, types), mesh)
 
 
+def rows_on(mesh, *whole):
+    """This rank's part of arrays[B, T] of a batch, as a step of the Transformer takes them."""
+    return tree.shard([*whole], [present("t[B_PXE, T_C]", mesh)] * len(whole), mesh)
+
+
 def on_one_device(f, operands, cotangents):
     found, pull = vjp(f, *operands)
     return found, pull(cotangents)
 
 
-def trained(params, loss_and_grads, batches):
-    """The losses, what was found of the first batch beside its loss, and the params after an AdamW step for each."""
-    adamw, losses, first = optim.adamw(0.01), [], None
-    state = adamw.init(params)
+def trained(params, loss_and_grads, batches, rule=ADAMW):
+    """The losses, what was found of the first batch beside its loss, and the params after a step for each batch."""
+    losses, first = [], None
+    state = rule.init(params)
     for batch in batches:
         loss, *found = loss_and_grads(params, batch)  # gradients first
         losses.append(loss)
         first = first or found
-        params, state = adamw.update(found[0], state, params)
+        params, state = rule.update(found[0], state, params)
     return torch.stack(losses), first, params
 
 

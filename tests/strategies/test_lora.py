@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from problems import close
+from problems import close, rows_on
 from refused import named, read_table
 
 from scaling import tree
@@ -15,7 +15,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models import adapters, hf
 from scaling.models import transformer as model
 from scaling.models.lora import MATRICES, Lora
-from scaling.spec import ShardingError, present
+from scaling.spec import ShardingError
 from scaling.strategies import transformer
 from scaling.trace import trace
 
@@ -90,7 +90,7 @@ def on_mesh(mesh, config, lora, options):
     types = transformer.specs(config, mesh, zero=zero, lora=lora)
     held = transformer.shard(params, config, mesh, zero=zero)
     held |= {"lora": tree.shard(own, types["lora"], mesh)}
-    tokens, targets = (tree.shard(x, present("t[B_PXE, T_C]", mesh), mesh) for x in (tokens, targets))
+    tokens, targets = rows_on(mesh, tokens, targets)
     with trace() as log:
         loss, grads = transformer.loss_and_grads(held, tokens, targets, config, mesh, lora=lora, **options)
     without = {name: value for name, value in options.items() if name == "zero"}

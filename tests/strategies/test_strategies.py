@@ -11,7 +11,21 @@ import pytest
 import torch
 from array_types import meta
 from machine import on_ranks
-from problems import BLOCKS, SIZES, STRATEGIES, close, counts, one_device, pulled, specs, squares, stack, trained, whole
+from problems import (
+    BLOCKS,
+    SIZES,
+    STRATEGIES,
+    close,
+    counts,
+    one_device,
+    pulled,
+    same,
+    specs,
+    squares,
+    stack,
+    trained,
+    whole,
+)
 from refused import named, read_table
 from torch.func import vjp
 
@@ -53,7 +67,7 @@ def other_ways(strategy, name, batch, params, mesh, block, bucket, found):
     dOut = 2 / B * (Out - Target)
     for donate in (False, True):
         dIn, grads = strategy.backward(dOut, saved, params, mesh, donate=donate, **bucket)
-        assert all(map(torch.equal, tree.leaves([grads, dIn]), tree.leaves(found)))
+        assert same([grads, dIn], found)
     assert saved.layers == []
     with pytest.raises(ValueError, match=f"saved has 0 layers, the params have {L}: .*\n  fix: run forward again"):
         strategy.backward(dOut, saved, params, mesh)
@@ -82,7 +96,7 @@ def test_equal_to_one_device(mesh, name, block, layers, dtype):
         Out, saved = strategy.forward(params, In, mesh, *block)
         dIn, grads = strategy.backward(2 / B * (Out - Target), saved, params, mesh, **bucket)
         tree.check(grads, types[0], SIZES, mesh, dtype)
-        assert all(map(torch.equal, tree.leaves(before), tree.leaves((In, params)))), "batch or params were changed"
+        assert same(before, (In, params)), "batch or params were changed"
         return squares(Out, Target), grads, dIn  # Loss[] {U}: this rank's terms
 
     def forward(params, In):
@@ -115,7 +129,7 @@ def test_zero(mesh, stage, layers, donate):
             new, state = zero.update(adamw, grads, state, params, mesh, donate=donate, **bucket)
         for found in (grads, state["m"]):
             tree.check(found, shards, SIZES, mesh)
-        assert new["W_in"] is params["W_in"] if donate else all(map(torch.equal, params.values(), given.values()))
+        assert new["W_in"] is params["W_in"] if donate else same(params, given)
         params = new
     assert all(event.async_op for event in log.collectives())
     calls = 2 * -(-L // max(1, layers))

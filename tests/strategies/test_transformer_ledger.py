@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from problems import counts
+from problems import counts, rows_on
 from refused import read_table
 from test_transformer_mesh import EXPERTS, LATENT, PLAIN, B, T
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +16,6 @@ from scaling.configs import Config
 from scaling.cost import transformer as tm
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
-from scaling.spec import present
 from scaling.strategies import transformer
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
@@ -25,7 +24,7 @@ from scaling.trace.peak import peak_memory
 def traced(config, sizes, step=transformer.loss_and_grads, **options):
     mesh = AbstractMesh(sizes)
     params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh, zero=options.get("zero", 3)))
-    tokens = tree.shard(torch.empty(B, T, dtype=torch.int64, device="meta"), str(present("t[B_PXE, T_C]", mesh)), mesh)
+    (tokens,) = rows_on(mesh, torch.empty(B, T, dtype=torch.int64, device="meta"))
     with trace() as log:
         step(params, tokens, tokens, config, mesh, **options)
     return log
@@ -133,13 +132,12 @@ def products_behind(events, op):
 
 
 def test_tokens_are_routed_once():
-    """How many rows, the rows, and back; their cotangents there and back. Computed again, rows go twice. While rows go
-    back and while their cotangents come, the shared expert is computed (3 products, and 6 backward), and while the
-    cotangents go back, the gradients of W_in and W_gate of a rank's two experts."""
+    """How many rows, the rows, and back; their cotangents there and back. While rows go back and while their cotangents
+    come, the shared expert is computed (3 products, and 6 backward), and while the cotangents go back, the gradients of
+    W_in and W_gate of a rank's two experts."""
     events = traced(EXPERTS.with_(L=1), {"E": 2}).events
     assert products_behind(events, "AllToAll") == [0, 0, 3, 6, 4]
     assert counts(traced(EXPERTS, {"E": 2}))["AllToAll", "E"] == 5 * EXPERTS.L
-    assert counts(traced(EXPERTS, {"E": 2}, remat="block"))["AllToAll", "E"] == 7 * EXPERTS.L
 
 
 def attention_flops(Q, K, V, *_, **__):

@@ -8,6 +8,7 @@ on the seed, and nothing is where nothing is trained."""
 
 import itertools
 import random
+import warnings
 from contextlib import contextmanager
 from math import gcd, lcm, prod
 from typing import Any, cast
@@ -16,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import close, trained
+from problems import close, rows_on, same, trained
 from refused import read_table
 from torch.func import grad_and_value
 
@@ -25,7 +26,6 @@ from scaling.configs import Config, Latent, RopeScaling
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
 from scaling.models.dropout import at_step, dropout
-from scaling.spec import present
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import stored_places
 
@@ -195,10 +195,6 @@ def one_device(config, options, replicas):
     return loss, grads, after, reference(params, config.with_(dropout=0.0), whole, 2)
 
 
-def same(ours, theirs):
-    return all(torch.equal(a, b) for a, b in zip(tree.leaves(ours), tree.leaves(theirs), strict=True))
-
-
 @pytest.mark.parametrize(("mesh", "config", "options", "ways"), [*CASES, *EVERY, *layouts(40)])
 def test_equal_to_one_device(mesh, config, options, ways):
     """What else is kept or computed again changes no bit, and params are not changed."""
@@ -207,9 +203,7 @@ def test_equal_to_one_device(mesh, config, options, ways):
     types, places = transformer.specs(config, mesh, **layout), stored_places(config, mesh, layout.get("schedule"))
 
     def given(seed, *left_out):
-        types = [present("t[B_PXE, T_C]", mesh)] * 4
-        whole = batch(config, seed, options.get("shape", SHAPE))
-        tokens, targets, weights, segments = tree.shard([*whole], types, mesh)
+        tokens, targets, weights, segments = rows_on(mesh, *batch(config, seed, options.get("shape", SHAPE)))
         more = {"weights": weights} | ({"segments": segments} if "segments" in options else {})
         left_out = *left_out, "shape"
         return (tokens, targets, config, mesh), {key: options[key] for key in options if key not in left_out} | more
@@ -259,19 +253,21 @@ COMPILED += [(LATENT, {"Y": 2}, {}), (SHALLOW.with_(gated=False, K=1), {"P": 2, 
 
 @pytest.mark.sweep
 @pytest.mark.compile
-@pytest.mark.filterwarnings("ignore")  # of torch's own code
 @pytest.mark.parametrize(("config", "mesh", "options"), COMPILED, ids=lambda x: getattr(x, "name", str(x)))
 def test_a_step_that_is_compiled_as_one_graph_is_the_eager_step(mesh, config, options):
     """With a policy that computes layers again. Stages and experts are refused there."""
     torch._dynamo.reset()
     config, layout = config.with_(L=1), {name: value for name, value in options.items() if name == "zero"}
     params = transformer.shard(model.init(config, 0, torch.float64), config, mesh, **layout)
-    tokens, targets, *_ = tree.shard([*batch(config, 1)], [present("t[B_PXE, T_C]", mesh)] * 4, mesh)
+    tokens, targets, *_ = rows_on(mesh, *batch(config, 1))
 
     def step(params):
         return transformer.loss_and_grads(params, tokens, targets, config, mesh, remat="block", **options)
 
-    close(torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")(params), step(params))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own code
+        compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")(params)
+    close(compiled, step(params))
 
 
 def test_another_seed_drops_others_and_the_loss_alone_none():

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from machine import on_ranks
+from problems import STRATEGIES, close, trained
 from torch.func import grad_and_value
 
 import scaling
 from scaling import data, optim, tree
 from scaling.collectives import all_reduce
 from scaling.models import mlp
-from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
+from scaling.strategies import data_parallel
 from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, param_specs, reduced
 from scaling.train.command import arguments
 
 PAGE = (Path(scaling.__file__).parent.parent / "docs" / "from-laptop-to-cluster.md").read_text()
 CONFIG = mlp.MLPConfig(L=2, D=16, F=32, K=4)
 B, SEED = 32, 3
-STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
 
 
 def batches(steps, mesh=None, strategy=data_parallel):
@@ -29,28 +29,17 @@ def batches(steps, mesh=None, strategy=data_parallel):
     return [*islice(data.batches(data.load_text(max_bytes=20_000), CONFIG.K, B, *given, seed=SEED), steps)]
 
 
-def trained(loss_and_grads, params, batches, master=False):
-    """(params, the losses, the first gradients, the optimizer's state) after a step of AdamW for each batch."""
-    adamw, losses, first = optim.adamw(0.01, master=master), [], None
-    state = adamw.init(params)
-    for batch in batches:
-        loss, grads = loss_and_grads(params, *batch)
-        params, state = adamw.update(grads, state, params)
-        losses.append(loss)
-        first = first or grads
-    return params, losses, first, state
-
-
 def run_training(mesh, name, microbatches=1, dtype=torch.float64):
     """(params, losses, the first gradients, the first batch's loss after it), whole."""
     strategy, master = STRATEGIES[name], dtype == torch.bfloat16
     specs, given = param_specs(strategy), batches(8 if master else 3, mesh, strategy)
     params = mlp.init(CONFIG, SEED, dtype, mesh, specs)
-    step = lambda params, *batch: loss_and_grads(strategy, params, *batch, CONFIG, mesh, microbatches)  # noqa: E731
-    params, losses, grads, state = trained(step, params, given, master)
+    step = lambda params, batch: loss_and_grads(strategy, params, *batch, CONFIG, mesh, microbatches)  # noqa: E731
+    adamw = optim.adamw(0.01, master=master)
+    losses, (grads,), params = trained(params, step, given, adamw)
     tree.check([params, grads], [specs, specs], CONFIG.sizes, mesh, dtype)
     if master:
-        tree.check(state["master"], specs, CONFIG.sizes, mesh, torch.float32)
+        tree.check(adamw.init(params)["master"], specs, CONFIG.sizes, mesh, torch.float32)
     valid = evaluate(strategy, params, *given[0], CONFIG, mesh)
     losses = torch.stack([reduced(strategy, loss, mesh) for loss in losses])
     return tree.unshard(params, specs, mesh), losses, tree.unshard(grads, specs, mesh), valid
@@ -61,12 +50,11 @@ def run_training(mesh, name, microbatches=1, dtype=torch.float64):
     ("fsdp_tp", {"X": 2, "Y": 2}, 4), ("fsdp_tp", {"X": 1, "Y": 1}, 1),
 ])  # fmt: skip
 def test_equal_to_one_device(ranks, name, mesh, microbatches):
-    step = lambda params, *batch: grad_and_value(mlp.loss_fn)(params, *batch, CONFIG)[::-1]  # noqa: E731
-    params, losses, grads, _ = trained(step, mlp.init(CONFIG, SEED, torch.float64), batches(3))
-    wanted = params, torch.stack(losses), grads, mlp.loss_fn(params, *batches(1)[0], CONFIG)
+    step = lambda params, batch: grad_and_value(mlp.loss_fn)(params, *batch, CONFIG)[::-1]  # noqa: E731
+    losses, (grads,), params = trained(mlp.init(CONFIG, SEED, torch.float64), step, batches(3))
+    wanted = params, losses, grads, mlp.loss_fn(params, *batches(1)[0], CONFIG)
     for result in ranks(run_training, mesh, name, microbatches):
-        for got, want in zip(tree.leaves(result), tree.leaves(wanted), strict=True):
-            assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+        close(result, wanted)
 
 
 def test_bfloat16_with_float32_master_params(ranks):

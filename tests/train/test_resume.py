@@ -13,9 +13,8 @@ import pytest
 import torch
 from machine import ended
 from refused import named
-from runs import SMALL, losses, records, refusal, train, tree_of, write_text
+from runs import SMALL, TINY, losses, records, refusal, train, tree_of, write_text
 
-from scaling.configs import get
 from scaling.models import hf, transformer
 from scaling.train import batches, command, dcp, loop
 from scaling.train.corpus import Corpus
@@ -197,7 +196,7 @@ def test_a_step_may_be_chosen(begun, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_weights_of_another_model_are_not_taken_and_that_is_said(here, capsys):
-    config = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2, V=256)
+    config = TINY.with_(V=256)
     for seed, name in enumerate(("one", "other")):
         hf.save(name, config, transformer.init(config, seed, torch.float32, "cpu"))
     write_text(300)

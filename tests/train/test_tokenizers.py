@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from problems import same
 from refused import named
 
 pytest.importorskip("tokenizers", reason="tables of tokenizers need the library: pip install tokenizers")
@@ -21,7 +22,6 @@ import tokenizers
 from runs import records, refusal, train, write_text
 from tokenizers import Tokenizer
 
-from scaling import tree
 from scaling.configs import Config
 from scaling.models import hf, transformer
 from scaling.models.template import chat_template, ends_of
@@ -320,7 +320,7 @@ def test_a_run_on_bytes_is_exported_by_one_process_and_by_several(capsys):
     assert "step 2: two" in capsys.readouterr().out
     (config, params), (_, again) = map(hf.load, ("one", "two"))
     assert (config.L, config.V) == (4, 256)
-    assert all(map(torch.equal, tree.leaves(params), tree.leaves(again)))
+    assert same(params, again)
     for given, said in ((".", "run.toml"), ("run --mesh Z=5", "L=4 layers cannot fill 5 stages\n  fix: ")):
         assert said in refusal(capsys, f"export {given} --out no")
     by, text = Tokenizer.from_file("one/tokenizer.json"), " a\tb\n\nÄ€😀\x7f  "
