@@ -32,6 +32,7 @@ class Tokenizer(Protocol):
         identity: Equal for equal tokenizers.
         vocabulary: Ids lie in 0..vocabulary - 1.
         longest: The number of characters of the longest token.
+        prefix: The ids that the tokenizer puts before a text, such as that of a BOS token.
         folder: The folder of the files that came with it, such as a chat template; None if there are none.
     """
 
@@ -39,6 +40,7 @@ class Tokenizer(Protocol):
     identity: str
     vocabulary: int
     longest: int
+    prefix: tuple[int, ...]
     folder: Path | None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -61,7 +63,7 @@ class Tokenizer(Protocol):
 class ByteText:
     """Each byte of UTF-8 text is a token; ids from 256 on are ignored."""
 
-    name, identity, vocabulary, longest = "bytes", "bytes", BYTES, 1
+    name, identity, vocabulary, longest, prefix = "bytes", "bytes", BYTES, 1, ()
     folder: Path | None = None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -89,6 +91,7 @@ class FromFile:
             raise ValueError(f"{path}: no such file\n  fix: give the path of a tokenizer.json")
         with needing(f"{path}:", "hf"):
             from tokenizers import Tokenizer as Loaded
+            from tokenizers.models import WordLevel
         try:
             self.loaded = Loaded.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
@@ -104,6 +107,9 @@ class FromFile:
         self.vocabulary, self.longest = max(vocabulary.values(), default=-1) + 1, max(map(len, vocabulary), default=1)
         self.folder = Path(path).parent if Path(path).name == FILE else None
         self.growing = growing_steps(self.name, self.loaded)
+        around = self.loaded.post_process(Loaded(WordLevel({"a": 0})).encode("a"))  # any text of one token
+        begin = next((i for i, text in enumerate(around.sequence_ids) if text is not None), 0)
+        self.prefix = tuple(around.ids[:begin])
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of a text."""
@@ -136,7 +142,7 @@ class FromFile:
 class Unknown:
     """The tokenizer of a model that came without one: prompts must be ids, and text is refused."""
 
-    identity, vocabulary, longest = "", 0, 1 << 62
+    identity, vocabulary, longest, prefix = "", 0, 1 << 62, ()
     folder: Path | None = None
 
     def __init__(self, place: "str | Path"):

@@ -228,7 +228,7 @@ def open_batches(settings: Settings) -> tuple[Mixture, tuple[Batches, ...]]:
     """
     by, parts, weights = tokenizer_in(settings), [], []
     for path, weight in weighted_paths(settings.data):
-        read = open_corpus(path, by, settings.eos_id, not settings.no_template)
+        read = open_corpus(path, by, settings.eos_id, not settings.no_template, not settings.no_bos)
         if read.top >= (V := settings.model.V):
             raise ValueError(
                 f"{path}: token {read.top} lies outside the vocabulary of {settings.model.name}, 0..{V - 1}\n"

@@ -80,6 +80,8 @@ def arguments(argv=None) -> argparse.Namespace:
             flags += flags_of(file, options)
         except ValueError as error:
             parser.error(str(error))
+    if before and "no_bos" not in read_table(before):  # a run from before documents began with BOS keeps its data
+        flags.append("--no-bos")
     words = [*flags, *(sys.argv[1:] if argv is None else argv)]
     args = parser.parse_args(words, argparse.Namespace(words=words))
     if (args.step or args.new_data) and not args.resume:

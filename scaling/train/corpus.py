@@ -7,8 +7,8 @@ SHARDS/tokens-00000.npy, ...     ids, of 16 bits if the vocabulary allows it
        counted-00000.npy, ...    which ids count in the loss; only written if some do not
        starts.npy                the position of the first token of each document
        tokenizer.json, ...       the tokenizer and its companion files, unless the ids are bytes
-       shards.json               the files with their bytes, which tokenizer made them, and which id ends each document;
-                                 written last
+       shards.json               the files with their bytes, which tokenizer made them, and which ids begin and end each
+                                 document; written last
 """
 
 import json
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy
 
 from scaling.common.console import Parser, complain, complaining, integer
-from scaling.models.template import NO_END, chosen_end
+from scaling.models.template import NO_END
 from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, copy_companions, tokenizer
 from scaling.train.documents import (
     Reader,
@@ -82,17 +82,20 @@ class Corpus:
         return pieces[0] if len(pieces) == 1 else numpy.concatenate(pieces)
 
 
-def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: bool = True) -> Corpus:
+def open_corpus(
+    path, by: Tokenizer = BYTES, eos: int | None = None, templated: bool = True, bos: bool = True
+) -> Corpus:
     """Return the corpus of a file or of a folder of files, sorted by name.
 
     If a folder holds .npy files, its text is not read, and a note says so. Rows of ids are read unchanged, and shards
-    hold the ends of documents that `tokenize` wrote.
+    hold the beginnings and ends of documents that `tokenize` wrote.
 
     Args:
         path: The file or folder.
         by: The tokenizer.
         eos: The id that ends each document of text; None is the tokenizer's own end of text, `NO_END` is none.
         templated: Whether messages are written by the tokenizer's chat template.
+        bos: Whether documents of text begin with the tokens that the tokenizer puts before a text.
 
     Raises:
         ValueError: The data cannot be read; the message names the file, and the line.
@@ -100,7 +103,7 @@ def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: 
     """
     kind, files = check_data(path := Path(path), by)
     if kind == "shards":
-        return _shards(path, by, chosen_end(by, eos))
+        return _shards(path, Reader(by, eos, templated, bos))
     if kind == "ids":
         unread = [p for p in text_files(path) if p.suffix in (".txt", ".jsonl")]
         why = f"is not read, because {path} holds .npy files of ids\n  fix: keep ids and text in two folders"
@@ -110,7 +113,7 @@ def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: 
         rows = [numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)]
         end = numpy.array([] if eos in (None, NO_END) else [eos], numpy.uint32)
         return _joined([[row, end] if len(end) and row[-1] != eos else [row] for row in rows], path)
-    read = [document for p in files for document in Reader(by, eos, templated).documents(p)]
+    read = [document for p in files for document in Reader(by, eos, templated, bos).documents(p)]
     if read and not any(d.counted.any() for d in read):
         raise nothing_counts_error(path)
     counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
@@ -209,27 +212,40 @@ def shards_index(folder: Path, by: Tokenizer) -> dict:
     return index
 
 
-def _shards(folder: Path, by: Tokenizer, eos: int) -> Corpus:
+def _shards(folder: Path, reader: Reader) -> Corpus:
     """Return the corpus of a folder of token shards.
 
     Raises:
         ValueError: A shard is missing or cut short, or another tokenizer made the ids.
     """
-    index = shards_index(folder, by)
+    index, eos, prefix = shards_index(folder, reader.by), reader.end, reader.prefix
     for name, nbytes in index["bytes"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != nbytes:
             raise ValueError(f"{folder / name}: missing or cut short\n  fix: write the shards again")
     counted = tuple(numpy.load(folder / name, mmap_mode="r") for name in index["counted"])
-    parts, ended, notes = tuple(_row(folder / name) for name in index["tokens"]), index["eos"], ()
+    parts, ended, notes = tuple(_row(folder / name) for name in index["tokens"]), index["eos"], []
     if eos not in (NO_END, ended):
         how = "without an end of text" if ended == NO_END else f"with the id {ended}"
-        notes = (f"{folder}: its documents end {how}, not with {eos}\n  fix: tokenize the text again",)
-    corpus = Corpus(parts, numpy.load(folder / index["starts"]), counted, notes)
+        notes.append(f"{folder}: its documents end {how}, not with {eos}\n  fix: tokenize the text again")
+    if prefix and prefix != index.get("bos", []):  # older shards have no "bos", and no ids there
+        notes.append(
+            f"{folder}: its documents do not begin with {prefix}, which generate and serve put before a text"
+            "\n  fix: tokenize the text again; or give --no-bos, if it is meant"
+        )
+    corpus = Corpus(parts, numpy.load(folder / index["starts"]), counted, tuple(notes))
     corpus.__dict__["top"] = index["top"]  # from the index, so that the shards need not be read for it
     return corpus
 
 
-def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int | None = None, templated: bool = True) -> dict:
+def write_shards(
+    source,
+    out,
+    by: Tokenizer,
+    shard_tokens: int,
+    eos: int | None = None,
+    templated: bool = True,
+    bos: bool = True,
+) -> dict:
     """Tokenize a file or a folder into shards and return their index.
 
     Args:
@@ -239,6 +255,7 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int | None 
         shard_tokens: The number of tokens at which a shard ends, with the document that reaches it.
         eos: As in `corpus.open_corpus`.
         templated: As in `corpus.open_corpus`.
+        bos: As in `corpus.open_corpus`.
 
     Raises:
         ValueError: A file cannot be read, `out` is not empty, or there is no text, or none that counts in the loss.
@@ -252,7 +269,7 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int | None 
         raise ValueError(f"{source}: no text to read\n  fix: give a file, or a folder that holds some")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        return _written(source, files, out, Reader(by, eos, templated), shard_tokens)
+        return _written(source, files, out, Reader(by, eos, templated, bos), shard_tokens)
     except BaseException:
         shutil.rmtree(out)  # no shards without their index
         raise
@@ -265,6 +282,7 @@ def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_t
     index = {
         "tokenizer": by.name,
         "identity": by.identity,
+        "bos": reader.prefix,
         "eos": reader.end,
         "tokens": [],
         "counted": [],
@@ -329,7 +347,7 @@ def tokenize(argv=None) -> int:
     args = parser.parse_args(argv)
     check_options(parser, args)
     by = tokenizer(args.tokenizer)
-    how = end_of_documents(by, args), not args.no_template
+    how = end_of_documents(by, args), not args.no_template, not args.no_bos
     index = write_shards(args.data, args.out, by, args.shard_tokens, *how)
     tokens = sum(len(numpy.load(Path(args.out) / name, mmap_mode="r")) for name in index["tokens"])
     print(f"{tokens:,} tokens in {len(index['tokens'])} shards, the greatest id {index['top']}: {args.out}")

@@ -1,7 +1,8 @@
 """Turn a file of text, or a line of JSON, into documents of token ids.
 
-A document ends with the tokenizer's end of text, and so does each answer of a chat, because a model only learns to stop
-where it is trained to stop.
+A document begins with the tokens that the tokenizer puts before a text, such as BOS, because generation and serving put
+them there, too. It ends with the tokenizer's end of text, and so does each answer of a chat, because a model only
+learns to stop where it is trained to stop. A chat template writes both itself.
 """
 
 import argparse
@@ -39,16 +40,23 @@ class Reader:
         by: The tokenizer.
         eos: The id that ends each document, or `NO_END`; None: the tokenizer's own end of text, if it has one.
         templated: Whether messages are written by the tokenizer's chat template.
+        bos: Whether documents begin with the tokens that the tokenizer puts before a text.
     """
 
     by: Tokenizer
     eos: int | None = None
     templated: bool = True
+    bos: bool = True
 
     @cached_property
     def end(self) -> int:
         """The id that ends each document, or `NO_END` if none does."""
         return chosen_end(self.by, self.eos)
+
+    @property
+    def prefix(self) -> list[int]:
+        """The ids that begin each document that no chat template writes."""
+        return [*self.by.prefix] if self.bos else []
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -149,7 +157,8 @@ class Reader:
     def joined(self, parts: Sequence[tuple[str, bool]]) -> Document:
         """Join (text, whether it counts) pairs into one document.
 
-        The end of text follows each text that counts, and the last one.
+        The end of text follows each text that counts, and the last one. The tokens that begin a document count as its
+        first text does. A document without text has no tokens.
         """
         ids: list[int] = []
         lengths = []
@@ -159,6 +168,8 @@ class Reader:
             if (counts or i == len(parts) - 1) and ids and ids[-1] != self.end != NO_END:
                 ids.append(self.end)
             lengths.append(len(ids) - before)
+        if ids:
+            ids, lengths[0] = self.prefix + ids, len(self.prefix) + lengths[0]
         return Document(numpy.array(ids, numpy.uint32), numpy.repeat([counts for _, counts in parts], lengths))
 
 
@@ -249,6 +260,9 @@ def tokens_within(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for turning text into documents."""
+    parser.add_argument(
+        "--no-bos", action="store_true", help="do not begin documents with what the tokenizer puts before a text (BOS)"
+    )
     parser.add_argument("--no-eos", action="store_true", help="do not end documents with the tokenizer's end of text")
     parser.add_argument(
         "--eos-id", type=integer(NO_END), metavar="ID",

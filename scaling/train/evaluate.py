@@ -70,7 +70,7 @@ def check_sample(settings: Settings, ranks: int, held: float, available: float) 
     """
     if not settings.sample:
         return
-    ids, V = tokenizer_in(settings).encode(settings.sample), settings.model.V
+    ids, V = sample_prompt(settings), settings.model.V
     if not len(ids) or int(max(ids)) >= V:
         raise ValueError(
             f"--sample {settings.sample!r}: its tokens do not lie in 0..{V - 1}, {settings.model.name}'s"
@@ -90,6 +90,12 @@ def check_sample(settings: Settings, ranks: int, held: float, available: float) 
         )
 
 
+def sample_prompt(settings: Settings) -> list[int]:
+    """Return the ids of `settings.sample`, which begins as the run's documents do."""
+    by = tokenizer_in(settings)
+    return [*(() if settings.no_bos else by.prefix), *by.encode(settings.sample)]
+
+
 @torch.no_grad()
 def continuation(params, settings: Settings, mesh) -> str:
     """Return a continuation of `settings.sample` up to the end of a document, on rank 0; other ranks return "".
@@ -103,7 +109,7 @@ def continuation(params, settings: Settings, mesh) -> str:
     if mesh.rank:
         return ""
     generator, end = torch.Generator().manual_seed(settings.seed), chosen_end(by, settings.eos_id)
-    prompt = ids = torch.tensor(by.encode(settings.sample), device=mesh.device)
+    prompt = ids = torch.tensor(sample_prompt(settings), device=mesh.device)
     left = (settings.model.learned_positions or len(ids) + LENGTH) - len(ids)
     for _ in range(min(LENGTH, left)):  # without a cache, because the whole text costs no more than one small batch
         logits = model.forward(whole, ids[None], config=settings.model)[0, -1, : max(by.vocabulary, end + 1)]

@@ -33,7 +33,7 @@ WHOLE, BLOCK, BLOCKS = 1 << 23, 1 << 16, 64  # bytes hashed whole; bytes and num
 LISTED = 1000  # files of a source that are listed one by one; the rest share one digest
 SHOWN = 4  # differing files that an error names
 # The options that a run keeps to its end:
-FIXED = ("dtype", "eos_id", "lora", "lora_alpha", "lora_on", "no_template", "optimizer", "seed", "seq")
+FIXED = ("dtype", "eos_id", "lora", "lora_alpha", "lora_on", "no_bos", "no_template", "optimizer", "seed", "seq")
 # The options that may change at any step:
 FREE = ("batch", "clip", "decay_steps", "lr", "schedule", "steps", "warmup", "weight_decay")
 KEPT = ("base model", "chat template", "tokenizer")  # other entries of the record that a run keeps to its end

@@ -54,6 +54,7 @@ class Settings:
         tokenizer: "bytes", a file or a folder, or "" if the tokenizer is not known.
         eos_id: The id that ends each document of text, or `NO_END`; None is the tokenizer's own, if it has one.
         no_template: Whether messages are written without the chat template.
+        no_bos: Whether documents begin without the tokens that the tokenizer puts before a text.
     """
 
     model: Config
@@ -134,6 +135,7 @@ class Settings:
     tokenizer: str = "bytes"
     eos_id: int | None = None
     no_template: bool = False
+    no_bos: bool = False
     lora: int = as_flag(0, "rank of low-rank adapters, which alone are trained; 0: all params are", integer(0))
     lora_on: str = as_flag("W_Q,W_V", "with --lora: the matrices that have adapters, as models.leaves names them")
     lora_alpha: float = as_flag(16.0, "with --lora: adapters are multiplied by alpha / rank", number(0, 1e6))

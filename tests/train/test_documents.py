@@ -2,6 +2,7 @@
 token has as its target; and a run goes on with the ends that it began with."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -11,7 +12,7 @@ pytest.importorskip("tokenizers", reason="needs the library: pip install tokeniz
 
 from refused import read_table
 from runs import TINY, refusal, train
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from scaling.models.template import end_of_text, ends_of
 from scaling.models.text import tokenizer
@@ -19,7 +20,9 @@ from scaling.serve.requests import read_requests
 from scaling.train import command
 from scaling.train.batches import IGNORED, Batches
 from scaling.train.corpus import open_corpus
+from scaling.train.evaluate import sample_prompt
 from scaling.train.origin import options_of
+from scaling.train.settings import Settings
 
 WORDS = ["<s>", "</s>", "the", "dog", "ran"]
 
@@ -155,6 +158,49 @@ def test_bytes_end_with_an_id_that_is_asked_for():
     assert "its documents end without an end of text, not with 0" in open_corpus("shards-1", eos=0).notes[0]
 
 
+AROUND = {
+    "nothing": None,
+    "begin": processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)]),
+    "two": processors.TemplateProcessing("<s> the $A </s>", special_tokens=[("<s>", 0), ("the", 2), ("</s>", 1)]),
+    "end": processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)]),
+    "Llama": processors.Sequence([
+        processors.ByteLevel(), processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)]),
+    ]),
+    "BERT": processors.BertProcessing(("</s>", 1), ("<s>", 0)),
+}  # fmt: skip
+CHAT = '{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "dog"}]}'
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_documents_begin_as_transformers_begins_a_text_and_chats_as_their_template_does(around):
+    """Shards keep the beginning that they were written with, and a run from before there was one goes on without."""
+    transformers = pytest.importorskip("transformers", reason="compares with it: pip install transformers")
+    template = "{{ bos_token }} {% for m in messages %}{{ m.content }} {% endfor %}"
+    by = written("own", tokenizer_config=CLASS | {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
+    if AROUND[around] is not None:
+        by.post_processor = AROUND[around]
+        by.save("own/tokenizer.json")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained("own")
+    prefix = [id for id in theirs("dog").input_ids if id != 1][:-1]
+    assert prefix == {"nothing": [], "end": [], "two": [0, 2]}.get(around, [0])
+    texts, counted = [*prefix, 3, 4, 1, *prefix, 2, 3, 1], [1] * len(prefix) + [1, 1, 1] + [0] * len(prefix) + [0, 1, 1]
+    Path("rows.jsonl").write_text('{"text": "dog ran"}\n{"text": ""}\n{"prompt": "the", "completion": "dog"}\n' + CHAT)
+    chat = theirs.apply_chat_template(json.loads(CHAT)["messages"], return_dict=False)
+    assert train("tokenize --data rows.jsonl --out shards --tokenizer own") == 0
+    assert train("tokenize --data rows.jsonl --out bare --tokenizer own --no-bos") == 0
+    for place in ("rows.jsonl", "shards"):
+        corpus = open_corpus(place, tokenizer("own"))
+        ids, weights = corpus.between(0, len(corpus))
+        assert ids.tolist() == [*texts, *chat, 1]
+        assert weights[: len(counted)].tolist() == counted
+        assert not corpus.notes
+    bare = open_corpus("bare", tokenizer("own"))
+    assert bare.between(0, 6)[0].tolist() == [3, 4, 1, 2, 3, 1]
+    assert [f"begin with {prefix}" in note for note in bare.notes] == [True] * bool(prefix)
+    settings = Settings(TINY, "shards", "run", tokenizer="own", sample="dog")
+    assert [sample_prompt(each) for each in (settings, replace(settings, no_bos=True))] == [[*prefix, 3], [3]]
+
+
 @pytest.fixture
 def begun(monkeypatch, capsys):
     """The command with these words, up to where its ranks would start: the id that ends documents, and what it says."""
@@ -193,6 +239,15 @@ def test_a_run_goes_on_with_the_end_that_it_began_with(begun, words, eos):
     assert ("mute/tokenizer.json ends a text, so documents have no end\n  fix: put" in said) == ("mute" in words)
     assert ends_of("run") == (() if eos < 0 else (eos,))
     assert begun("--out run --resume") == (eos, "")
+
+
+def test_a_run_from_before_documents_had_beginnings_goes_on_without(begun):
+    begun("--data text.txt --tokenizer own")
+    resumed = ["--out", "run", "--resume"]
+    assert not command.arguments(resumed).no_bos
+    file, lines = Path("run/run.toml"), Path("run/run.toml").read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if not line.startswith("no_bos")))
+    assert command.arguments(resumed).no_bos
 
 
 def test_an_end_outside_the_vocabulary_is_refused(begun, capsys):
