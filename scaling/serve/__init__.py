@@ -11,7 +11,7 @@ are loaded when they are first used, because the scheduler and the simulator nee
     fixed    decode steps of few shapes without host reads, compiled or captured; a model with its pages
     forms    one listing for each way to shard a decode step
     sampling, generation         from logits to tokens; generate, stream, score
-    fields, requests             JSON; a request as data
+    requests                     a request as data, read from JSON
     states, pages, scheduler     the engine's state machine, without torch
     simulate, engine             a trace of requests in time: modelled, and computed
     text, loading                for the commands

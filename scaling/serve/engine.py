@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve.cache import share_of
 from scaling.serve.fixed import PagedModel, copy_to_device
@@ -30,7 +29,7 @@ from scaling.serve.simulate import Simulated, drive
 from scaling.serve.states import Action, Done, Finish, Move, Moved, Options, Run, Work
 from scaling.serve.text import TextStream
 from scaling.serve.types import ONE
-from scaling.spec import Spec
+from scaling.train.guards import gather_over_ranks
 
 LONGEST = 3  # the most tokens of an n-gram
 Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # (worker, works) -> each work's proposals, by its id
@@ -247,11 +246,9 @@ class Engine:
 
     def _agreed(self, seconds: float) -> float:
         """Return the mean over the mesh, so that all ranks have the same clock and therefore the same steps."""
-        if self.mesh is None or self.mesh.size() == 1:
+        if self.mesh is None:
             return seconds
-        spec = str(Spec("t", (), tuple(sorted(self.mesh.sizes))))
-        total = unshard(spec, torch.tensor(seconds, dtype=torch.float64, device=self.model.device), self.mesh)
-        return float(total) / self.mesh.size()
+        return float(gather_over_ranks(torch.tensor([seconds], dtype=torch.float64), self.mesh).mean())
 
     def carry_out(self, actions: Sequence[Action]) -> tuple[dict[int, Given], list[Done | Moved]]:
         """Carry out the scheduler's actions, and return each request's tokens and the events at their ends."""

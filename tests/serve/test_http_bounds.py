@@ -13,8 +13,7 @@ from refused import named
 from scaling import __main__
 from scaling.models.text import ByteText
 from scaling.serve import scheduler
-from scaling.serve.fields import RequestError
-from scaling.serve.requests import Request, request_seeds
+from scaling.serve.requests import Request, RequestError, request_seeds
 from scaling.serve.states import Arrive, Options
 from scaling.serve.web import app, desk, words
 

@@ -10,8 +10,7 @@ from refused import named
 
 from scaling import serve
 from scaling.models.text import ByteText, write_bytes
-from scaling.serve.fields import RequestError
-from scaling.serve.requests import Sampling
+from scaling.serve.requests import RequestError, Sampling
 from scaling.serve.states import Options
 from scaling.serve.web import words
 

@@ -11,8 +11,18 @@ from typing import Any, NamedTuple
 
 from scaling.common.arguments import quoted
 from scaling.models.template import RESERVED
-from scaling.serve.fields import Fields, RequestError, blaming
-from scaling.serve.requests import TOO_LONG, Defaults, Request, Sampling, check_prompt_fits, read_ids, requests_of
+from scaling.serve.requests import (
+    TOO_LONG,
+    Defaults,
+    Fields,
+    Request,
+    RequestError,
+    Sampling,
+    blaming,
+    check_prompt_fits,
+    read_ids,
+    requests_of,
+)
 from scaling.serve.states import Options
 from scaling.serve.text import TextStream, token_bytes_of
 
