@@ -189,9 +189,32 @@ def unwrapped_by_all(x: Any) -> Any:
     return x
 
 
-# The CPU's flash attention never stores the T x S scores; it takes float64 and meta tensors, too.
+# Flash attention of [batch, heads, T, H] never stores the T x S scores. The public function does not return the log of
+# the softmax's denominator. The CPU's takes float64 and meta tensors, too, and scores to be added.
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def takes_flash(q: Tensor) -> bool:
+    """Return whether `flash_gpu` takes queries and keys like q: on CUDA, in 16 bits, with at most 256 features."""
+    cuda = torch.backends.cuda
+    fits = q.is_cuda and q.shape[-1] % 8 == 0  # the public function pads other widths
+    return fits and cuda.can_use_flash_attention(cuda.SDPAParams(q, q, q, None, 0.0, False, False))
+
+
+def flash_gpu(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, *, attn_mask: None = None, scale=None):
+    """Return (O, lse), as `flash_cpu` does; there is no `attn_mask`."""
+    assert attn_mask is None
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)[:2]
+
+
+def flash_gpu_backward(dO, q, k, v, O, lse, dropout: float, causal: bool, *, attn_mask: None = None, scale=None):
+    """Return (dq, dk, dv), as `flash_cpu_backward` does. Without dropout the kernel does not read the random state."""
+    assert attn_mask is None
+    ends = None, None, q.shape[2], k.shape[2]  # of packed sequences, which these are not
+    state = (q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
+    given = dO, q, k, v, O, lse, *ends, dropout, causal, *state
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, scale=scale)
 
 
 def storage_of(x: Tensor) -> int:

@@ -5,7 +5,8 @@
 lse is the log of the softmax's denominator. `keys.around` yields the keys block by block, as a ring passes blocks from
 rank to rank (`scaling.strategies.context.ring`). A block is computed tile by tile, so at most TILE^2 scores per head
 exist at a time. Positions are known in advance, so tiles that the mask hides altogether are never computed; documents
-(segments) are data, and hide more. Results are float32 or wider; `merge_attended` joins them over different keys.
+(segments) are data, and hide more. Results are float32 or wider; `merge_attended` joins them over different keys. On a
+GPU in 16 bits, a block without window and documents is one call of torch's flash attention for each pair of chunks.
 
 The passes are one differentiable function, `Attention.apply(keys, Q, K, V, segments)`: autograd and torch.func run them
 on plain tensors, and see neither collectives nor tiles. Second derivatives are not defined.
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives import wait
-from scaling.models.tiles import LATER, Mask, Ranges, fused, tangent, written
+from scaling.common.torch_private import takes_flash
+from scaling.models.tiles import LATER, Kernel, Mask, Ranges, by_mask, fused, tangent, written
 from scaling.spec import parse
 
 TILE = 1024  # queries, and keys, that are computed at a time
@@ -100,22 +102,21 @@ class KeyBlock(NamedTuple):
         """The number of scores per head that the mask lets through."""
         return self.mask.pairs(self.rows, self.columns)
 
-    def kernel(self, device: torch.device):
-        """Return the kernel: the CPU's flash attention, which the meta device has too, or matmuls."""
-        flash = device.type == "meta" or (device.type == "cpu" and self.cap is None)
-        return fused if flash else written(self.cap)
+    def kernel(self, Q: Tensor) -> Kernel:
+        """Return the kernel for queries Q[B, T, N, H]: flash attention, which the meta device has too, or matmuls."""
+        if Q.is_meta or (Q.device.type == "cpu" and self.cap is None):
+            return fused
+        return by_mask if self.cap is None and takes_flash(Q.transpose(1, 2)) else written(self.cap)
 
-    def parts(self, ranges: Ranges, device: torch.device) -> list[range]:
-        """Split the positions into parts of at most TILE consecutive ones, but not on the meta device."""
-        tile = max(map(len, ranges)) if device.type == "meta" else TILE
+    def parts(self, ranges: Ranges, tile: int) -> list[range]:
+        """Split the positions into parts of at most `tile` consecutive ones."""
         return [chunk[start : start + tile] for chunk in ranges for start in range(0, len(chunk), tile)]
 
-    def tiles(self, device) -> Iterator[tuple[int, int, Tensor | str | None]]:
+    def tiles(self, rows: list[range], columns: list[range], device) -> Iterator[tuple[int, int, Tensor | str | None]]:
         """Yield (part of the queries, part of the keys, `hidden` of `models.tiles`) for each tile with a visible pair.
 
         On the meta device only the shapes matter, so each part occurs and not each pair of parts.
         """
-        rows, columns = self.parts(self.rows, device), self.parts(self.columns, device)
         if device.type == "meta":
             for i in range(max(len(rows), len(columns))):
                 yield min(i, len(rows) - 1), min(i, len(columns) - 1), None
@@ -166,7 +167,7 @@ def add(a: Tensor | None, b: Tensor | None) -> Any:
 
 def over_tiles(
     line: str, matmuls: int, block: KeyBlock, rows: Sequence[Tensor], columns: Sequence[Tensor], tile: Callable,
-    join: Callable = add, by_query: int = 1,
+    join: Callable = add, by_query: int = 1, narrow: bool = False,
 ) -> "tuple[list[list], list, list] | None":  # fmt: skip
     """Run tile(*rows, *columns, hidden, scale) for each tile of a block; None if the mask hides all of it.
 
@@ -179,6 +180,7 @@ def over_tiles(
         tile: Computes one tile, called as above, and returns a tuple of results.
         join: Adds a tile's results to the results of earlier tiles with the same queries, or keys.
         by_query: The number of the results that belong to queries; the others belong to keys.
+        narrow: As in `Kernel`.
 
     Returns:
         For each result a list of its parts, None where no tile computed the part; and the parts of rows and columns.
@@ -193,12 +195,14 @@ def over_tiles(
         flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * block.pairs
         pairs = block.pairs, block.mask.window or 0
         event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=Q.dtype, pairs=pairs))
+    whole = Q.is_meta or (narrow and block.mask.window is None and block.segments is None)
+    size = max(Q.shape[1], K.shape[1]) if whole else TILE
+    queries, keys = block.parts(block.rows, size), block.parts(block.columns, size)
     rows, columns = (
-        _in_parts(block.parts(ranges, Q.device), K.shape[2], *arrays)
-        for ranges, arrays in ((block.rows, rows), (block.columns, columns))
+        _in_parts(parts, K.shape[2], narrow, *arrays) for parts, arrays in ((queries, rows), (keys, columns))
     )
     found: list[list] = []
-    for i, j, hidden in block.tiles(Q.device):
+    for i, j, hidden in block.tiles(queries, keys, Q.device):
         results = tile(*(x[i] for x in rows), *(x[j] for x in columns), hidden, block.scale)
         found = found or [[None] * len((rows if n < by_query else columns)[0]) for n in range(len(results))]
         for n, x in enumerate(results):
@@ -211,8 +215,12 @@ def over_tiles(
 
 def block_forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
     """Return the attention of the queries to these keys; None if the mask hides them all."""
-    kernel = block.kernel(Q.device).forward
-    attended = over_tiles("O = Q * KV", 2, block, [Q], [*KV], lambda *tile: (Attended(*kernel(*tile)),), merge_attended)
+    kernel = block.kernel(Q)
+
+    def tile(*given) -> tuple[Attended]:
+        return (Attended(*kernel.forward(*given)),)
+
+    attended = over_tiles("O = Q * KV", 2, block, [Q], [*KV], tile, merge_attended, narrow=kernel.narrow)
     if attended is None:
         return None
     (seen,), (q,), _ = attended
@@ -222,7 +230,8 @@ def block_forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
 
 def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
     """Return (dQ, dKV) through this block, or Nones if it is hidden. O and lse are sums over the keys of all blocks."""
-    found = over_tiles("dQ = dO * KV", 5, block, [dO, O, lse, Q], [*KV], block.kernel(Q.device).backward)
+    kernel = block.kernel(Q)
+    found = over_tiles("dQ = dO * KV", 5, block, [dO, O, lse, Q], [*KV], kernel.backward, narrow=kernel.narrow)
     if found is None:
         return None, None
     (dq, dk, dv), (*_, q), (k, v) = found
@@ -239,15 +248,13 @@ def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block
     return _joined(A, q), _joined(m, denominators)
 
 
-def _in_parts(parts: Sequence[range], heads: int, *arrays: Tensor) -> list[Any]:
-    """[B, T, N(, H)] -> [B, K, G, T(, H)] of K `heads`, float32 or wider, for each part of the positions.
+def _in_parts(parts: Sequence[range], heads: int, narrow: bool, *arrays: Tensor) -> list[Any]:
+    """[B, T, N(, H)] -> [B, K, G, T(, H)] of K `heads` for each part of the positions; float32 or wider unless narrow.
 
     A KV head has G = N/K heads of queries, or G = 1 of keys.
     """
-    whole = (
-        x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(2, (heads, -1)).movedim(1, 3).contiguous()
-        for x in arrays
-    )
+    wide = arrays if narrow else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in arrays]
+    whole = (x.unflatten(2, (heads, -1)).movedim(1, 3).contiguous() for x in wide)
     return [x.split(sizes(parts), 3) for x in whole]
 
 

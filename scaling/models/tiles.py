@@ -7,22 +7,31 @@ or LATER, which hides the keys after each query; or None. `lse` is the log of th
 O = 0) for a query that sees no key here. In `backward` and `tangent`, lse and O belong to the whole row, and this tile
 is a part of it: P = exp(scores - lse).
 
-`fused` is torch's flash attention on CPUs, which stores no T x S scores and also takes float64. `written` computes the
-tile by matmuls, on any device.
+`fused` is torch's flash attention, which stores no T x S scores; on CPUs it also takes float64. `by_mask` is for GPUs,
+whose flash attention takes 16 bits and no mask of its own: tiles with one are computed by matmuls. `written` computes
+every tile by matmuls, on any device. Results are float32 or wider.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
-from scaling.common.torch_private import flash_cpu, flash_cpu_backward
+from scaling.common.torch_private import flash_cpu, flash_cpu_backward, flash_gpu, flash_gpu_backward
 from scaling.models.pointwise import soft_cap
 
 LATER = "later"
 Ranges = tuple[range, ...]
+
+
+class Kernel(NamedTuple):
+    """The functions of a tile, and whether they take operands of 16 bits, and tiles of any size where no mask is."""
+
+    forward: Callable
+    backward: Callable
+    narrow: bool = False
 
 
 class Mask(NamedTuple):
@@ -119,8 +128,9 @@ def _for_flash(q, k, v, hidden):
 
 def _fused_forward(q, k, v, hidden, scale):
     *operands, bias = _for_flash(q, k, v, hidden)
-    O, lse = flash_cpu(*operands, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
-    O, lse = (x.unflatten(0, q.shape[:2]) for x in (O, lse))
+    flash: Callable = flash_gpu if q.is_cuda else flash_cpu
+    O, lse = flash(*operands, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
+    O, lse = (x.to(lse.dtype).unflatten(0, q.shape[:2]) for x in (O, lse))
     if bias is not None:  # flash's lse is 0 for a query that sees no key
         blind = hidden.all(-1).expand(lse.shape)
         O, lse = O.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -math.inf)
@@ -130,14 +140,26 @@ def _fused_forward(q, k, v, hidden, scale):
 def _fused_backward(dO, O, lse, q, k, v, hidden, scale):
     *operands, bias = _for_flash(q, k, v, hidden)
     rows = (x.flatten(0, 1) for x in (O, lse))
-    grads = flash_cpu_backward(dO.flatten(0, 1), *operands, *rows, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
-    dq, dk, dv = (x.unflatten(0, q.shape[:2]) for x in grads)
+    flash: Callable = flash_gpu_backward if q.is_cuda else flash_cpu_backward
+    grads = flash(dO.flatten(0, 1), *operands, *rows, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
+    dq, dk, dv = (x.to(lse.dtype).unflatten(0, q.shape[:2]) for x in grads)
     return dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
 
 
-def written(cap: float | None) -> SimpleNamespace:
+def _by_mask(fused, written, *given):
+    """Call `fused`, or `written` in float32 or wider if the last argument but one, `hidden`, is an array."""
+    *operands, hidden, scale = given
+    if not isinstance(hidden, torch.Tensor):
+        return fused(*operands, hidden, scale)
+    return written(*(x.to(torch.promote_types(x.dtype, torch.float32)) for x in operands), hidden, scale, cap=None)
+
+
+def written(cap: float | None) -> Kernel:
     """Return the functions of a tile by matmuls, with a soft cap of the scores unless it is None."""
-    return SimpleNamespace(forward=partial(_written_forward, cap=cap), backward=partial(_written_backward, cap=cap))
+    return Kernel(partial(_written_forward, cap=cap), partial(_written_backward, cap=cap))
 
 
-fused = SimpleNamespace(forward=_fused_forward, backward=_fused_backward)
+fused = Kernel(_fused_forward, _fused_backward)
+by_mask = Kernel(
+    partial(_by_mask, _fused_forward, _written_forward), partial(_by_mask, _fused_backward, _written_backward), True
+)

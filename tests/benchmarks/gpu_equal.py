@@ -27,7 +27,9 @@ from scaling.collectives import moves
 from scaling.common import torch_private
 from scaling.common.torchrun import this_rank, world_size
 from scaling.mesh import Mesh
+from scaling.models.blockwise import KeyBlock, block_backward, block_forward, merge_attended
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
+from scaling.models.tiles import Mask
 
 TIMEOUT = 100.0  # seconds that a rank waits for the others
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -115,12 +117,39 @@ def norms(device: str) -> list[dict]:
     return held("norm", "RMSNorm and its derivatives", len(DTYPES))
 
 
+def attended(device: str) -> list[dict]:
+    """Attention to two blocks of keys, merged, and its backward, beside a CPU's in float64. In 16 bits a GPU has flash
+    attention for the tiles without a mask, and matmuls for those at the edge of the window."""
+    g = torch.Generator().manual_seed(0)
+    made = [
+        torch.randn(*shape, 64, generator=g, dtype=torch.float64) for shape in ((2, 64, 4), (2, 64, 4), (2, 2, 128, 2))
+    ]
+    for window in (None, 40):
+        wanted = through_blocks(*made, window)
+        for dtype, apart in zip(DTYPES, (1e-11, 1e-4, 5e-2), strict=True):
+            found = through_blocks(*(x.to(device, dtype) for x in made), window)
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a.double().cpu(), b, rtol=apart, atol=apart * float(b.abs().max()))
+    return held("attention", "two blocks of keys and their backward", 2 * len(DTYPES))
+
+
+def through_blocks(Q, dO, KV, window: int | None) -> list[torch.Tensor]:
+    """(O, lse, dQ and dKV of each block) of queries at 64 to 127 to keys at 0 to 127."""
+    seen, each, rows = None, [], (range(64, 128),)
+    for at in (range(64, 128), range(64)):
+        each.append((Q, KV[:, :, at.start : at.stop], KeyBlock(rows, (at,), Mask(True, window), 0.125)))
+        seen = merge_attended(seen, block_forward(*each[-1]))
+    grads = (g for block in each for g in block_backward(dO, seen.O.to(Q.dtype), seen.lse, *block))
+    return [seen.O, seen.lse, *grads]
+
+
 def cases_equal(device, tiny, shared=False):
     mesh_of, ranks = join(device, shared), world_size()
     axes_of = ("X", "Y", "XY") if ranks > 2 else ("X", "Y")
     mesh = mesh_of(split("XY" if ranks > 2 else "X", ranks))
     cases: dict[str, Callable] = {kind: partial(drawn, kind, mesh) for kind in typed.KINDS}
     cases |= {"torch.compile": partial(in_a_graph, mesh), "norm": partial(norms, device)}
+    cases["flash"] = partial(attended, device)
     wanted = {"listing": axes_of, "training": axes_of, "attention": "X", "update": "X"}
     alike = ["ragged"]  # on the same mesh
     if not shared or device == "cpu":  # gloo sends no messages from a GPU

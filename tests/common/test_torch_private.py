@@ -96,6 +96,17 @@ def test_the_kernel_of_a_norm():
     assert (dx.shape, dgain.shape) == (x.shape, gain.shape)
 
 
+def test_flash_attention_of_gpus():
+    """It runs on GPUs alone, where gpu_equal.py holds it against the CPU's: here that it takes and gives the same."""
+    q, k, v, dO = (torch.empty(2, 3, T, 8, dtype=torch.bfloat16, device="meta") for T in (5, 7, 7, 5))
+    given = {"scale": 0.1}
+    assert not p.takes_flash(q)
+    O, lse = p.flash_gpu(q, k, v, 0.0, False, **given)
+    grads = p.flash_gpu_backward(dO, q, k, v, O, lse, 0.0, False, **given)
+    same = *p.flash_cpu(q, k, v, 0.0, False, **given), *p.flash_cpu_backward(dO, q, k, v, O, lse, 0.0, False, **given)
+    assert [(x.shape, x.dtype) for x in (O, lse, *grads)] == [(x.shape, x.dtype) for x in same]
+
+
 @on_ranks({"X": 2})
 def test_collectives_of_shards(mesh):
     """Their numbers are held where a compiler follows the typed calls."""
