@@ -66,7 +66,8 @@ def muon(
         views = [Matrices(parse(spec), what) for spec, what in zip(tree.leaves(specs), whats, strict=True)]
         found = orthogonalized(changes, views, mesh, form, intensity, dtype)
         for W, view, change in zip(p, views, found, strict=True):
-            step_(W, change, rate, weight_decay, ratio(scale, *view.sizes(W, mesh)))
+            _, O, I = view.stack(mesh).whole((1, *view.shape(W)))
+            step_(W, change, rate, weight_decay, ratio(scale, I, O))
 
     given = {"weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "scale": scale, "form": form}
     return _with_rest(matrices, pure(step, lr, ("momentum",), master, given), rest)
@@ -147,15 +148,9 @@ class Matrices:
 
     def shape(self, W: Tensor) -> tuple[int, int]:
         """Return (O, I), the sizes of a matrix's outputs and inputs on this rank."""
-        _, outputs, inputs = self.dims
-        return self._size(W, outputs), self._size(W, inputs)
-
-    def sizes(self, W: Tensor, mesh) -> tuple[int, int]:
-        """Return the sizes (inputs, outputs) of a whole matrix."""
-        _, outputs, inputs = self.dims
-        parts = [1 if mesh is None else mesh.size([a for d in dims for a in self.spec.axes_of(d)])
-                 for dims in (inputs, outputs)]  # fmt: skip
-        return self._size(W, inputs) * parts[0], self._size(W, outputs) * parts[1]
+        _, *sides = self.dims
+        O, I = (math.prod(W.shape[self.spec.index(dim)] for dim in dims) for dims in sides)
+        return O, I
 
     def of(self, W: Tensor) -> Tensor:
         """Return W as M[S, O, I]."""
@@ -169,9 +164,6 @@ class Matrices:
 
     def _order(self) -> list[int]:
         return [self.spec.index(dim) for dims in self.dims for dim in dims]
-
-    def _size(self, W: Tensor, dims: Sequence[str]) -> int:
-        return math.prod(W.shape[self.spec.index(dim)] for dim in dims)
 
 
 def ratio(scale: str, inputs: int, outputs: int) -> float:

@@ -59,6 +59,11 @@ class MatrixStack:
         stack = (*self.type.axes_of("S"), *S)
         return Spec("M", (("S", stack), ("O", tuple(O)), ("I", tuple(I))))
 
+    def whole(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return (S, O, I) of this rank's stack of whole matrices, for a local shape [S, O, I]."""
+        parts = [1 if self.mesh is None else self.mesh.size(self.type.axes_of(dim)) for dim in "OI"]
+        return shape[0], shape[1] * parts[0], shape[2] * parts[1]
+
 
 def newton_schulz_each(M: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply Newton-Schulz to every matrix of a stack M[S, O, I]."""
@@ -79,7 +84,7 @@ def by_owners(M: Tensor, stack: MatrixStack, dtype: torch.dtype, loads: list[flo
     as many slots as the fullest one, and the least loaded ranks fill all of theirs.
     """
     mesh, R = stack.mesh, len(loads)
-    places, mine = assigned(len(M), loads, _flops(M.shape, stack))
+    places, mine = assigned(len(M), loads, matrix_flops(*stack.whole(M.shape)[1:]))
     padded = M.new_zeros((-(-len(M) // R) * R, *M.shape[1:]), dtype=dtype)
     padded[places] = M.to(dtype)
     owned = stack.typed(S=stack.others)
@@ -112,7 +117,7 @@ def on_shards(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
     It computes in float32 or float64, because partial sums rounded to bfloat16 would show the mesh.
     """
     (a, b, c), mesh = COEFFICIENTS, stack.mesh
-    shape, axes = _whole(M.shape, stack), (*stack.type.axes_of("O"), *stack.type.axes_of("I"))
+    shape, axes = stack.whole(M.shape), (*stack.type.axes_of("O"), *stack.type.axes_of("I"))
     tall = shape[1] > shape[2]
     split = stack.typed(O=axes) if tall else stack.typed(I=axes)
     X = reshard(f"{stack.type} -> {split}", M.to(torch.promote_types(dtype, torch.float32)), mesh)
@@ -137,13 +142,13 @@ def form_costs(
     meanwhile (Part 3: an AllReduce takes as long as two AllGathers, an AllToAll a quarter of one). "on_shards" is
     left out if the longer side does not divide over the ranks, or if the matrices are not sharded.
     """
-    mesh, (S, O, I) = stack.mesh, _whole(shape, stack)
+    mesh, (S, O, I) = stack.mesh, stack.whole(shape)
     n, m, size = min(O, I), max(O, I), dtype_bytes(dtype)
     shards, ranks = mesh.size((*stack.type.axes_of("O"), *stack.type.axes_of("I"))), mesh.size(stack.others)
     one, moved, share = n * m * size, shards > 1, -(-S // ranks)  # bytes of a matrix; matrices of the fullest rank
-    found = {"gathered": S * matrix_flops(n, m) + intensity * S * one * moved}
+    found = {"gathered": S * matrix_flops(O, I) + intensity * S * one * moved}
     places = share * ranks * one  # AllToAll there and back; AllGather to the ranks that hold the same shards
-    found["owned"] = share * matrix_flops(n, m) + intensity * places * (2 * moved / 4 + (ranks > shards))
+    found["owned"] = share * matrix_flops(O, I) + intensity * places * (2 * moved / 4 + (ranks > shards))
     if moved and m % shards == 0:
         sent = 2 * S * n * m * 4 / 4 + 2 * STEPS * S * n * n * 4
         found["on_shards"] = S * STEPS * (4 * n * n * m / shards + 2 * n**3) + intensity * sent
@@ -164,17 +169,7 @@ def orthogonal(M: Tensor, stack: MatrixStack, dtype: torch.dtype, form: str, loa
     return run(M, stack, dtype)
 
 
-def _whole(shape: Sequence[int], stack: MatrixStack) -> tuple[int, int, int]:
-    """Return (S, O, I) of this rank's stack of whole matrices."""
-    size = [1 if stack.mesh is None else stack.mesh.size(stack.type.axes_of(dim)) for dim in "OI"]
-    return shape[0], shape[1] * size[0], shape[2] * size[1]
-
-
-def matrix_flops(n: int, m: int) -> float:
-    """Return the FLOPs of Newton-Schulz for one matrix whose shorter side is n."""
+def matrix_flops(O: int, I: int) -> float:
+    """Return the FLOPs of Newton-Schulz for one matrix [O, I]."""
+    n, m = min(O, I), max(O, I)
     return STEPS * (4 * n * n * m + 2 * n**3)
-
-
-def _flops(shape: Sequence[int], stack: MatrixStack) -> float:
-    _, O, I = _whole(shape, stack)
-    return matrix_flops(min(O, I), max(O, I))

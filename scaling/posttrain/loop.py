@@ -282,16 +282,13 @@ def update_policy(
 
 def push_weights(params: dict | None, settings: Settings, meshes: Meshes) -> dict | None:
     """Send every leaf, with adapters merged, to the serving mesh; return the params there, and None on other ranks."""
-    config, found = settings.model, {}
-    types = transformer.specs(config, meshes.train)
+    lines, found = push_lines(settings.model, meshes.train, meshes.serve), []
+    leaves: list = [None] * len(lines)
     if params is not None:
-        params = with_adapters(params, settings, meshes.train)
-    for where, line, into in push_lines(config, meshes.train, meshes.serve):
-        W = None if params is None else tree.named_leaves(params)[where].detach()
-        found[where] = transfer(line, W, meshes.train, meshes.serve, into=into)
-    if not meshes.serve.member:
-        return None
-    return tree.unflatten(types, [found[where] for where in tree.named_leaves(types)])
+        leaves = [W.detach() for W in tree.leaves(with_adapters(params, settings, meshes.train))]
+    for (_, line, into), W in zip(lines, leaves, strict=True):
+        found.append(transfer(line, W, meshes.train, meshes.serve, into=into))
+    return tree.unflatten(transformer.specs(settings.model, meshes.train), found) if meshes.serve.member else None
 
 
 def push_lines(config: Config, train, serve) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -53,10 +53,11 @@ BUGS = (
         "        weights = push_weights(frozen | params if trains else None, settings, meshes)\n        ends":
             "        ends"}}, "gap_max"),
     Bug("layers that arrive in another order", f"{MARIN}#236", {LOOP: {
-        "tree.named_leaves(params)[where].detach()": "tree.named_leaves(params)[where].detach().flip(0)"}},
+        "W.detach() for": "W.detach().flip(0) for"}},
         "more than 1e-09, the rounding of fp64", "--check --train-mesh X=2,Y=2"),
     Bug("adapters that are left out where weights are sent", "", {LOOP: {
-        "        params = with_adapters(params, settings, meshes.train)": "        pass"}}, "gap_max", "--lora 2"),
+        "tree.leaves(with_adapters(params, settings, meshes.train))":
+            "tree.leaves({name: W for name, W in params.items() if name != 'lora'})"}}, "gap_max", "--lora 2"),
     Bug("log-probabilities of a distribution cut by top-p, renormalized", "huggingface/trl#6789", {
         LOOP: {"Sampling(temperature=1.0)": "Sampling(temperature=1.0, top_p=0.9)"},
         DRAW: {"    found = iter(":
@@ -70,9 +71,9 @@ BUGS = (
         {LOOP: {"drawn if asked.mean": "lengths.sum() if asked.mean"}},
         "the tokens' shares of the loss add up to 2, not to 1", "--train-mesh X=2"),
     Bug("padding of the vocabulary is drawn", f"{MARIN}#237", {LOOP: {
-        "    return tree.unflatten(types, [found[where] for where in tree.named_leaves(types)])":
-            "    found['params[\"unembed\"]'] = torch.nn.functional.pad(found['params[\"unembed\"]'], (0, 64))\n"
-            "    return tree.unflatten(types, [found[where] for where in tree.named_leaves(types)])"}},
+        "    return tree.unflatten(transformer":
+            "    found[-1] = torch.nn.functional.pad(found[-1], (0, 64))\n"
+            "    return tree.unflatten(transformer"}},
         "U[D, V] has the shape (16, 256) on each device"),
     Bug("answers that are used in the wrong order", "", {LOOP: {
         "batch = queue.pop(0)": "batch = queue.pop()"}}, "its answers are of weights", "--staleness 2", steps=3),
