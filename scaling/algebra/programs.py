@@ -84,14 +84,11 @@ def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, me
     line = parse_line(line)
     for spec in (*line.operands, line.result):
         parse_plain(spec)
-    known = known_sizes(_dims(line), sizes)
+    dims = dict.fromkeys(dim for spec in (*line.operands, line.result) for dim in spec.dim_names)
+    known = known_sizes(dims, sizes)
     axes = None if mesh is None else tuple(mesh_sizes(mesh).items())
     keep = keep_gathered if isinstance(keep_gathered, bool) else tuple(sorted(keep_gathered))
     return _derive(line, keep, known, axes)
-
-
-def _dims(line) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(dim for spec in (*line.operands, line.result) for dim in spec.dim_names))
 
 
 @lru_cache(maxsize=256)

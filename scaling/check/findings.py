@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -103,8 +103,6 @@ MACHINERY = tuple(LIBRARY + room for room in ROOMS.split())  # the rooms that ru
 FOREIGN = "/torch/", "/optree/", "contextlib", "<frozen"
 PAGE_TOOLS = f"{LIBRARY}book/"  # tools that compare arrays of any types
 
-Frame = tuple[str, int]  # file, line
-
 
 @cache
 def real_path(file: str) -> str:
@@ -112,23 +110,19 @@ def real_path(file: str) -> str:
     return os.path.realpath(file)
 
 
-def frames_of_call(skipped: tuple[str, ...] = MACHINERY) -> Iterator[Frame]:
-    """Yield the frames of the running call, the innermost first, except frames in the skipped files and in torch."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(skipped) and not any(part in file for part in FOREIGN):
-            yield file, frame.f_lineno
-        frame = frame.f_back
-
-
 def place_of_call(files: Collection[str] = (), skipped: tuple[str, ...] = MACHINERY) -> str:
     """Return "file:line" of the running call's innermost frame in `files`, real paths; without them, in any file.
 
-    It is "" if no frame is in these files.
+    Frames in torch and in the `skipped` files do not count. It is "" if no frame is left.
     """
-    frames = (frame for frame in frames_of_call(skipped) if not files or real_path(frame[0]) in files)
-    return next((f"{file}:{line}" for file, line in frames), "")
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        counts = not file.startswith(skipped) and not any(part in file for part in FOREIGN)
+        if counts and (not files or real_path(file) in files):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def place_of_function(fn: Callable) -> str:

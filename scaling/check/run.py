@@ -134,7 +134,8 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
         kept = sys.modules.get("__main__")
         try:
             program = ast.parse(text)
-            strategy = any(isinstance(node, ast.Assign) and _assigns(node, "SPECS") for node in program.body)
+            targets = [target for node in program.body if isinstance(node, ast.Assign) for target in node.targets]
+            strategy = any(getattr(target, "id", "") == "SPECS" for target in targets)
             _statements(program, text, path, module, judge)
             _uncalled(path, module, judge, strategy)
         except TimeoutError:
@@ -159,10 +160,6 @@ def modules_beside(folder: str) -> Iterator[None]:
             installed = "site-packages" in file or name.split(".")[0] == "scaling"
             if file.startswith(os.path.join(folder, "")) and not installed:
                 del sys.modules[name]
-
-
-def _assigns(node: ast.Assign, name: str) -> bool:
-    return any(getattr(target, "id", "") == name for target in node.targets)
 
 
 def _statements(program: ast.Module, text: str, path: str, module: ModuleType, judge: Judge) -> None:
