@@ -8,13 +8,13 @@ its own (Part 4, Appendix A).
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling.common.torch_private import flash_cpu
+from scaling.common.torch_private import flash_cpu, in_transform
 from scaling.models.pointwise import soft_cap
 
 
@@ -106,33 +106,92 @@ def _by_kernel(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, scale: floa
     return F.scaled_dot_product_attention(*heads, **given).transpose(1, 2)
 
 
-def shared_mask(
-    window: int | None, T: int, segments: Tensor | None, dtype: torch.dtype, device, scored: bool
-) -> Tensor | None:
-    """Return the mask of `fused` for all layers with this window, or None if it hides only later tokens.
+class PackedSpans(NamedTuple):
+    """Rows of packed documents, cut into spans; no token sees a token of another span.
 
-    The mask, [T, T] or [B, 1, T, T], is 0 or -inf and is added to the scores. From bools the kernel would make such an
-    array in each layer, and save it. Where the scores are stored (`scored`), the mask is the bool `hidden` of
-    `attend_scores`.
+    Attributes:
+        lengths: The number of tokens of each span, one row after the other, or of one row if all rows are alike.
+        masks: The mask [t, t] of each span, which is added to scores, or None if it hides only later tokens.
+    """
+
+    lengths: tuple[int, ...]
+    masks: tuple[Tensor | None, ...]
+
+
+def shared_mask(
+    window: int | None, T: int, segments: Tensor | None, dtype: torch.dtype, device, scored: bool, span: int
+) -> Tensor | PackedSpans | None:
+    """Return what hides scores from `fused` in all layers with this window, or None if it hides only later tokens.
+
+    Where rows of more than `span` tokens have several documents, these are `PackedSpans`, so that attention takes the
+    time and memory of each document alone. Otherwise it is a mask, [T, T] or [B, 1, T, T], which is 0 or -inf and is
+    added to the scores. From bools the kernel would make such an array in each layer, and save it. Where the scores are
+    stored (`scored`), the mask is the bool `hidden` of `attend_scores`.
     """
     if not scored and segments is None and (window is None or window >= T):
         return None
+    fixed = torch.compiler.is_compiling() or in_transform() is not None  # documents may end anywhere
+    in_spans = span < T and not scored and not fixed
+    if segments is not None and in_spans and (spans := spans_of(segments, window, dtype, span)):
+        return spans
     keys = torch.arange(T, device=device)
     hidden = ~visible(keys, keys, window, segments, segments)
     if segments is not None:
         hidden = hidden[:, None]
     if scored:
         return hidden if segments is None else hidden[:, None]
+    return _added(hidden, dtype)
+
+
+def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask to add to scores: -inf where they are hidden, else 0."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
-def fused(Q: Tensor, K: Tensor, V: Tensor, *, mask: Tensor | None = None, cap=None, sinks=None) -> Tensor:
+def spans_of(segments: Tensor, window: int | None, dtype: torch.dtype, span: int) -> PackedSpans | None:
+    """Return the spans of segments[B, T]: long documents, and short ones that have at most `span` tokens together.
+
+    On the meta device, where the documents are not known, the masks take the most memory that they can. There are no
+    spans if a document is in several pieces, or if on the meta device one might be longer than the window.
+    """
+    B, T = segments.shape
+    if segments.is_meta:
+        if window is not None and window < T:
+            return None
+        return PackedSpans((T,), (torch.empty((B * T, span), dtype=dtype, device="meta"),))
+    lengths: list[int] = []
+    masks: list[Tensor | None] = []
+    keys = torch.arange(T, device=segments.device)
+    for row, on_host in zip(segments, segments.cpu(), strict=True):
+        documents, counts = on_host.unique_consecutive(return_counts=True)
+        if len(documents.unique()) < len(documents):
+            return None
+        groups: list[list[int]] = [[]]
+        for n in counts.tolist():
+            if groups[-1] and sum(groups[-1]) + n > span:
+                groups.append([])
+            groups[-1].append(n)
+        for ids, group in zip(row.split([sum(group) for group in groups]), groups, strict=True):
+            t = len(ids)
+            plain = len(group) == 1 and (window is None or window >= t)
+            seen = None if plain else visible(keys[:t], keys[:t], window, ids[None], ids[None])[0]
+            masks.append(None if seen is None else _added(~seen, dtype))
+            lengths.append(t)
+    return PackedSpans(tuple(lengths), tuple(masks))
+
+
+def fused(Q: Tensor, K: Tensor, V: Tensor, *, mask: Tensor | PackedSpans | None = None, cap=None, sinks=None) -> Tensor:
     """Attend by a kernel, with a `shared_mask`; scores with a cap or sinks are computed and stored.
 
     On the meta device torch would choose the form that stores all scores, and a count of memory would include them.
     """
     if cap is not None or sinks is not None:
         return attend_scores(Q, K, V, mask, None, cap, sinks)
+    if isinstance(mask, PackedSpans):
+        rows = (x.reshape(-1, sum(mask.lengths), *x.shape[2:]).split(mask.lengths, 1) for x in (Q, K, V))
+        masks = (None,) if Q.is_meta else mask.masks
+        O = torch.cat([fused(*span, mask=hidden) for *span, hidden in zip(*rows, masks, strict=True)], 1)
+        return O.reshape(*Q.shape[:3], -1)
     if not Q.is_meta:
         return _by_kernel(Q, K, V, mask)
     heads = (x.transpose(1, 2) for x in (Q, K, V))

@@ -194,7 +194,7 @@ def moments_of_layer(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
         first = np.maximum(first + token * 3 * rows, first + token * rows + new * experts)
     else:
         forward, first = 0.0, token * (before + mlp + wide + w.inner / Y + 6 * D) + new * (dense - w.projections / Y)
-    masks = np.where(l.context == 1, token * job.seq * w.masks, 0.0) * job.runs
+    masks = np.where(l.context == 1, token * w.masks, 0.0) * job.runs
     masks = masks * np.where(is_one(l.remat, POLICIES, "none"), c.live, 1)  # microbatches whose tape has it
     return forward + masks, np.maximum(first, second) + masks
 

@@ -6,6 +6,7 @@ The planner knows a model by its `LayerWork` alone.
 from dataclasses import dataclass
 from functools import lru_cache
 
+from scaling.common.limits import LIMITS
 from scaling.configs import Config
 from scaling.cost import transformer as tm
 
@@ -25,7 +26,7 @@ class LayerWork:
       are matmuls' operands
     - `again`: by policy, the elements computed again per token, as in `saved`, for attention and for the MLP
     - `inner`: cotangents that an MLP's backward pass holds at once per token, besides [tokens, D]
-    - `masks`: how many masks of documents and windows the layers share
+    - `masks`: a token's scores in the masks of documents and windows that the layers share
     - `scores`: a token's, with their weights, which are stored where scores are capped
     - `queries`: a token's, in all heads
     - `passes`: a token's elements that are read from memory or written to it in a forward pass, by matmuls and between
@@ -96,7 +97,7 @@ def work_of(config: Config, seq: int) -> LayerWork:
             policy: (kept[policy] - whole[policy], whole[policy])
             for policy in tm.POLICIES
         },
-        again={policy: again(config, policy) for policy in tm.POLICIES}, masks=len({*config.windows}),
+        again={policy: again(config, policy) for policy in tm.POLICIES}, masks=masks(config, seq),
         scores=2 * config.N * seq * (config.score_cap is not None),
         inner=config.matrices * (config.F * config.k + config.S),
         operands=sum(widths["none"].get(name, 0) for name in ("norms", "heads", "product")), passes=passes(config),
@@ -121,6 +122,12 @@ def again(config: Config, policy: str) -> tuple[float, float, float, float]:
     nothing = 0.0, 0.0, 0.0, 0.0
     of = {"block": block, "matmuls": (attention, D, mlp, D), "attention": (attention, 0.0, 0.0, 0.0), "none": nothing}
     return of[policy]
+
+
+def masks(config: Config, seq: int) -> int:
+    """Return the scores per token in the shared masks: of spans of documents, and of windows shorter than a row."""
+    windows = {window if window and window < seq and not config.chunked else None for window in config.windows}
+    return sum(seq if window or config.score_cap is not None else min(seq, LIMITS.span) for window in windows)
 
 
 def passes(config: Config) -> float:

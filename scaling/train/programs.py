@@ -296,7 +296,7 @@ def program_at(
         "b": rows_of_rank(settings, sizes),
         "T": settings.seq,
     }
-    at |= {"E+1": model.E + 1, "T-1": settings.seq - 1, "J": number, "row": LIMITS.row}
+    at |= {"E+1": model.E + 1, "T-1": settings.seq - 1, "J": number, "row": LIMITS.row, "span": LIMITS.span}
     at |= packed_sizes(settings, sizes)
     if latent := model.latent:
         at |= {"kv": latent.kv_rank, "nope": latent.nope, "rope": latent.rope, **{x: model.sizes[x] for x in "RMAW"}}

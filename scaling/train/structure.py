@@ -27,8 +27,8 @@ from scaling.train.settings import Settings
 from scaling.train.step import step_shapes
 
 FEW = 24  # up to this number, all experts of a rank and all chunks of the loss are run
-LEAST: dict[str, int] = dict.fromkeys(  # the least prime of each
-    (*"EKGHbTYDFVXPSOR", "kv", "nope", "rope", "row", "copies"), 59
+LEAST: dict[str, int] = dict.fromkeys(  # the least prime of each; a row is longer than a span
+    ("span", *"EKGHbTYDFVXPSOR", "kv", "nope", "rope", "row", "copies"), 59
 )
 LEAST |= {"El": 11, "J": 17}
 TERM = {"E+1": "E", "M": "rope", "A": "rope", "W": "nope"}  # a term of each sum that is not T - 1
@@ -106,6 +106,7 @@ def structure_of(
         "b": 1 if alone else p["b"] * split, "T": p["T"] * 2 * C * Y * (split if alone else 1),
         "D": p["D"] * p["row"] * X, "F": p["F"] * Y, "G": G, "H": 2 * p["H"] * row, "V": p["V"] * Y * Z,
         "S": p["S"] * Y, "O": p["O"] * Y, "K": K, **low, **loop, "P": p["P"], "X": X, "E": E, "Y": Y, "row": p["row"],
+        "span": p["span"],
     }  # fmt: skip
     prime = p | ({"Y": copies} if copies > 1 else {})
     try:
@@ -137,7 +138,8 @@ def structure_of(
     if packed := packed_sizes(settings, sizes):
         sums += tuple(packed_sizes(small, axes, ENDLESS).items())
     logits = 4 * at["b"] * at["T"] // C * (at["V"] // Y)
-    limits = Limits(logits // J if J > 1 else ENDLESS, ENDLESS if packed else 0, p["row"], ahead)
+    span = p["span"] if settings.seq > LIMITS.span else ENDLESS
+    limits = Limits(logits // J if J > 1 else ENDLESS, ENDLESS if packed else 0, p["row"], span, ahead)
     symbols = Symbols(tuple(order), sums, tuple(sorted(counted)))
     if (collide := {TERM.get(name, "T") for name in symbols.collide}) and max(least.values()) < 400:
         more = {**least, **{x: p[x] + 1 for x in collide}}

@@ -14,11 +14,12 @@ from refused import evaluated, named, refused
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import tree
+from scaling.common.limits import Limits
 from scaling.configs import Config, Latent, RopeScaling
 from scaling.cost.transformer import forward_flops, num_params, saved_bytes, train_flops
 from scaling.mesh import Mesh
 from scaling.models import moe, rope, transformer
-from scaling.models.attention import dot_product_attention, sdpa
+from scaling.models.attention import PackedSpans, dot_product_attention, sdpa, shared_mask
 from scaling.strategies import transformer as strategy
 
 SMALL = Config("small", L=3, D=32, F=48, N=4, K=2, H=8, V=50)
@@ -124,6 +125,29 @@ def test_packed_documents_are_as_if_alone(config):
     dense = partial(transformer.loss, params, tokens, config=config.with_(aux_coef=0.0, z_coef=0.0))
     close(dense(segments=IDS), total / count, 1e-12, 0)
     assert torch.equal(dense(segments=IDS), dense(segments=torch.cat([IDS, IDS[:, -1:]], 1)))
+
+
+@pytest.mark.parametrize(
+    "config", [PLAIN, ALL, LATENT, ALL.with_(name="chunks", window=5, chunked=True)], ids=attrgetter("name")
+)
+def test_packed_documents_attend_in_spans_with_the_gradients_of_one_masked_row(config):
+    """Documents of 4, 5, 4 and of 13 tokens: short ones share a span, and a window cuts long ones."""
+    params, tokens, mesh = shaken(config), tokens_of(config, T=13), Mesh({"X": 1})
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step(segments, span):
+        given = {"segments": segments, "limits": Limits(span=span)}
+        return strategy.loss_and_grads(params, inputs, targets, config, mesh, **given)
+
+    def loss(p):
+        return transformer.loss(p, inputs, config=config, targets=targets, segments=segments)
+
+    pieces = torch.tensor([[0] * 4 + [1] * 5 + [0] * 4, [3] * 13])  # one document in two pieces
+    for segments, span, lengths in ((IDS, 9, (9, 4, 13)), (IDS, 3, (4, 5, 4, 13)), (pieces, 9, None)):
+        spans = shared_mask(None, 13, segments, torch.float64, "cpu", False, span)
+        assert lengths == (spans.lengths if isinstance(spans, PackedSpans) else None)
+        grads, value = torch.func.grad_and_value(loss)(params)
+        close(step(segments, span), (value, grads))
 
 
 def test_the_loss_is_torch_s_cross_entropy():

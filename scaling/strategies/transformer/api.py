@@ -275,7 +275,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         if split:
             return {"window": window, "segments": None if segments is None else segments.expand(rows // M, -1)}
         scored = config.score_cap is not None or config.sinks
-        return {"mask": shared_mask(window, t, segments, step.dtype, mesh.device, scored)}
+        return {"mask": shared_mask(window, t, segments, step.dtype, mesh.device, scored, step.limits.span)}
 
     for restart, segment, sample_rows in zip(restarts, ids, samples, strict=True):
         positions = places if restart is None else restart  # which begin anew in each document
