@@ -5,7 +5,7 @@ to its index in the whole array, or to -1 for padding. Blocks on disk are theref
 array and hold no padding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -16,14 +16,21 @@ from torch import Tensor
 from scaling.models.params import Places
 from scaling.spec import ShardingError, Spec
 
+Range = tuple[tuple[int, int], ...]  # a block's (start, stop) in each dim of the whole array
+
 
 class SavedBlock(NamedTuple):
-    """A block's range in each dim of the whole array, and the file, first byte and number of bytes that hold it."""
+    """A block's range in the whole array, and the file, first byte and number of bytes that hold it."""
 
-    at: tuple[tuple[int, int], ...]
+    at: Range
     file: str
-    start: int = 0
-    nbytes: int = 0
+    start: int
+    nbytes: int
+
+    @property
+    def shape(self) -> list[int]:
+        """The block's shape."""
+        return [stop - start for start, stop in self.at]
 
 
 class SavedLeaf(NamedTuple):
@@ -42,29 +49,33 @@ class IndexRun(NamedTuple):
     local: int
 
 
-def stored(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> tuple[SavedLeaf, dict[str, Tensor]]:
-    """Plan how leaf `number` of a state is saved.
-
-    Each block is written by the first rank that holds it.
+def own_blocks(leaf: Tensor, spec: Spec, mesh, places: Places) -> tuple[list[int], list[tuple[Range, Tensor]]]:
+    """Plan what this rank writes of a leaf; each block is written by the first rank that holds it.
 
     Returns:
-        The saved leaf with the blocks of all ranks, and {file: block} for the blocks that this rank writes, as views.
+        The shape of the whole array, and the range and a view of each block that this rank writes.
 
     Raises:
         ShardingError: The leaf is unreduced.
     """
     if spec.unreduced:
         raise ShardingError(f"{spec} is unreduced: a checkpoint holds whole values\n  fix: reduce it first")
-    shape, own = whole_shape(leaf, spec, mesh, places), {}
-    saved = SavedLeaf(leaf.dtype, shape, [])
-    for rank in range(mesh.size()):
-        at = mesh.coord_of(rank)
-        for k, part in enumerate(_parts(spec, shape, mesh, at, places) if first_replica(spec, at, mesh) else ()):
-            file = f"__{rank}_{number}_{k}.distcp"
-            saved.blocks.append(SavedBlock(tuple((run.start, run.stop) for run in part), file))
-            if rank == mesh.rank:
-                own[file] = leaf[tuple(slice(run.local, run.local + run.stop - run.start) for run in part)]
-    return saved, own
+    shape, blocks = whole_shape(leaf, spec, mesh, places), []
+    for part in _parts(spec, shape, mesh, mesh.coord, places) if first_replica(spec, mesh.coord, mesh) else ():
+        held = tuple(slice(run.local, run.local + run.stop - run.start) for run in part)
+        blocks.append((tuple((run.start, run.stop) for run in part), leaf[held]))
+    return shape, blocks
+
+
+def writers(specs: Iterable[Spec], mesh) -> list[int]:
+    """Return the ranks that are the first to hold a block of an array of one of these types, in ascending order."""
+    found: set[int] = set()
+    for axes in {frozenset(spec.axes) for spec in specs}:
+        ranks = [0]
+        for axis, size in mesh.sizes.items():  # ranks are row-major
+            ranks = [rank * size + i for rank in ranks for i in range(size if axis in axes else 1)]
+        found.update(ranks)
+    return sorted(found)
 
 
 def whole_shape(leaf: Tensor, spec: Spec, mesh, places: Places) -> list[int]:

@@ -1,6 +1,6 @@
 """Save and load checkpoints that are sharded, atomic, independent of the mesh, and readable by DCP (see `dcp`).
 
-    folder/step-000100/     __0_0_0.distcp, ...  the blocks that a rank is the first to hold: no block twice
+    folder/step-000100/     __0.distcp, ...      the blocks that a rank is the first to hold: no block twice
                             .metadata            each leaf's dtype, shape and blocks, as torch's own `dcp.load` reads it
                             index.json           the step, the mesh, the leaves' types, ints and strings; the record of
                                                  the run (`record`); the checksums of each file and of the index itself
@@ -30,9 +30,10 @@ from scaling.mesh.lost import naming
 from scaling.models.params import IN_ORDER, Places
 from scaling.spec import Spec, parse
 from scaling.train import dcp
-from scaling.train.blocks import stored
+from scaling.train.blocks import SavedLeaf, own_blocks, writers
 from scaling.train.durable import INDEX, begin_step, checksum_of, complete_steps, latest_named, step_name, write_step
 from scaling.train.guards import check_same
+from scaling.train.shard_file import NO_SUMS
 
 THREAD = "checkpoint"  # the name of the threads that write
 
@@ -75,26 +76,26 @@ def save(
     folder, named = Path(folder), typed_leaves(state, specs)
     values = {where: leaf for where, (leaf, spec) in named.items() if spec is None}
     check_restorable(state, specs, values)
-    own, leaves, types = {}, {}, {}
-    for number, (where, (leaf, spec)) in enumerate(named.items()):
-        if spec is not None:
-            leaves[where], blocks = stored(leaf, spec, mesh, places, number)
-            types[where] = str(spec)
-            own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
+    typed = {where: (leaf, spec) for where, (leaf, spec) in named.items() if spec is not None}
+    own, leaves = [], {}
+    for where, (leaf, spec) in typed.items():
+        shape, blocks = own_blocks(leaf, spec, mesh, places)
+        leaves[where] = SavedLeaf(leaf.dtype, shape, [])
+        own += [(dcp.name_of(where), at, _on_cpu(block, copy=async_op)) for at, block in blocks]
+    types = {where: str(spec) for where, (_, spec) in typed.items()}
     index = {"step": step, "mesh": dict(mesh.sizes), "types": types, "values": values}
     index |= {} if made_with is None else {"made_with": dict(made_with)}
     alike(mesh, f"checkpoint.save of step {step}", folder=str(folder), keep=keep, state=named, made_with=made_with)
     if mesh.checked and leaves:  # only one of the replicas is written, so they must be equal
-        check_same([(where, leaf, spec) for where, (leaf, spec) in named.items() if spec is not None], mesh, step)
+        check_same([(where, leaf, spec) for where, (leaf, spec) in typed.items()], mesh, step)
+    ranks = writers((spec for _, spec in typed.values()), mesh) if mesh.rank == 0 else []
     if mesh.rank == 0:
         begin_step(folder, step)
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:
         with naming(f"checkpoint.save of step {step}", group.pg):
             dist.barrier(group.pg)
-    if not async_op:
-        write_step(folder, own, leaves, index, mesh.rank, keep)
-        return None
-    return submit(partial(write_step, folder, own, leaves, index, mesh.rank, keep))
+    write = partial(write_step, folder, own, leaves, ranks, index, mesh.rank, keep)
+    return submit(write) if async_op else write()
 
 
 def check_restorable(state, specs, values: Mapping[str, Any]) -> None:
@@ -166,7 +167,7 @@ def load(
     step = latest(folder) if step is None else step
     whole(0, step=step)
     content, path = index(folder, step), Path(folder) / step_name(step)
-    sums = content.get("files", dcp.NO_SUMS)
+    sums = content.get("files", NO_SUMS)
     state = dcp.load(path, specs, mesh, places=places, among=among, verified=True, sums=sums)
     return _with_values(state, content["values"]), content["step"]
 

@@ -22,6 +22,7 @@ from scaling.train import checkpoint, dcp
 from scaling.train.durable import step_name, step_numbers
 from scaling.train.origin import config_of_run, options_of
 from scaling.train.progress import read_records
+from scaling.train.shard_file import NO_SUMS, ShardReader
 
 # Options that do not affect a step:
 BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip", "keep_weights")
@@ -107,19 +108,18 @@ def damaged_files(folder: Path, step: int) -> list[str]:
         raise FileNotFoundError(f"{folder / step_name(step)}: there is no such step\n  fix: name one that is there")
     path = folder / step_name(step)
     try:
-        sums = checkpoint.index(folder, step).get("files", dcp.NO_SUMS)
+        sums = checkpoint.index(folder, step).get("files", NO_SUMS)
         leaves = dcp.saved_leaves(path, sums)
     except (ValueError, FileNotFoundError) as error:
         return [str(error).splitlines()[0]]
-    found = []
+    found, read = [], ShardReader(path, verified=True, sums=sums)
     for name, saved in leaves.items():
-        read = dcp.ShardReader(path, verified=True, sums=sums)  # one per leaf, because it keeps the blocks that it read
         for block in saved.blocks:
             try:
                 read(name, saved, block, True)
             except ValueError as error:
                 found.append(str(error).splitlines()[0])
-    return found
+    return [*dict.fromkeys(found)]  # a file that is missing is so for each of its leaves
 
 
 @complaining(ValueError, OSError, code=2)

@@ -12,10 +12,7 @@ collectives in addition to the step's.
 import io
 import json
 import pickle
-import zipfile
-import zlib
 from collections.abc import Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,8 @@ from scaling.mesh import Mesh
 from scaling.models.params import IN_ORDER, Places
 from scaling.spec import Spec, parse
 from scaling.train.blocks import SavedBlock, SavedLeaf, assembled
+from scaling.train.shard_file import METADATA, NO_SUMS, ShardReader, checksum
 
-METADATA = ".metadata"
-NO_SUMS: Mapping[str, str] = {}
 MODULE = "torch.distributed.checkpoint"
 ALLOWED = {  # the classes and functions in a `.metadata` of tensors, apart from dtypes and sizes
     f"{MODULE}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
@@ -54,7 +50,7 @@ def load(
 ) -> Any:
     """Load a tree of this rank's shards from the files of a DCP checkpoint.
 
-    A leaf is found by its keys joined by dots, as DCP names it. A block that shares a file with others is read whole.
+    A leaf is found by its keys joined by dots, as DCP names it.
 
     Args:
         folder: The checkpoint's folder.
@@ -98,79 +94,6 @@ def keys(where: str) -> list:
 def name_of(where: str) -> str:
     """Return DCP's name of a leaf: 'state["params"]["W"]' -> "params.W"."""
     return ".".join(map(str, keys(where)))
-
-
-class ShardReader:
-    """A function `read(name, saved, block, whole)` that returns a saved block of a leaf.
-
-    Files are mapped into memory where possible. A call raises ValueError if the file is missing or cut short, does not
-    hold a tensor of the block's shape and dtype, or is not the file that was written.
-
-    Attributes:
-        folder: The checkpoint's folder.
-        verified: Whether a block that is used whole is compared with its checksum.
-        sums: The `checksum` of each file by the index; every file that is read is compared with its own.
-        read: The blocks that have been read, by file and first byte.
-    """
-
-    def __init__(self, folder: Path, verified: bool, sums: Mapping[str, str] = NO_SUMS):
-        self.folder, self.verified, self.sums, self.read = folder, verified, sums, {}
-
-    def __call__(self, name: str, saved: SavedLeaf, block: SavedBlock, whole: bool) -> Tensor:
-        """Return a block of leaf `name`; with `whole` and `verified`, compare its checksum."""
-        path = self.folder / Path(block.file).name
-        if (key := (path, block.start)) not in self.read:
-            self.read[key] = self._read(path, name, saved, block)
-        if whole and self.verified and not intact(path, self.read[key]):
-            raise ValueError(f"{path}: its bytes are not those that were written\n  fix: load an earlier step")
-        return self.read[key]
-
-    def _read(self, path: Path, name: str, saved: SavedLeaf, block: SavedBlock) -> Tensor:
-        if not path.is_file() or (there := path.stat().st_size) < block.start + block.nbytes:
-            raise ValueError(f"{path}: missing or cut short\n  fix: load an earlier step")
-        try:
-            if there == block.nbytes:
-                found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            else:
-                with open(path, "rb") as file:
-                    file.seek(block.start)
-                    found = torch.load(io.BytesIO(file.read(block.nbytes)), map_location="cpu", weights_only=True)
-        except Exception as error:
-            what = f"{path}: not a file of tensors alone: {str(error).splitlines()[0]}"
-            raise ValueError(f"{what}\n  fix: load an earlier step") from error
-        shape = [stop - start for start, stop in block.at]
-        if not isinstance(found, Tensor) or [*found.shape] != shape or found.dtype != saved.dtype:
-            dtype = str(saved.dtype).removeprefix("torch.")
-            raise ValueError(f"{path}: does not hold {name}, {dtype}{shape}, as it should\n  fix: load an earlier step")
-        if path.name in self.sums and checksum(path) != self.sums[path.name]:
-            raise ValueError(f"{path}: is not the file that was written for this step\n  fix: load an earlier step")
-        return found
-
-
-def checksum(path: Path) -> str:
-    """Return a digest that identifies a file of a step.
-
-    For `.metadata` it is a digest of the bytes. A file of torch.save is a zip archive, and its digest covers only the
-    names, sizes and CRC-32s of the archive's entries, so that little of the file is read.
-    """
-    if path.name == METADATA:
-        return blake2b(path.read_bytes(), digest_size=8).hexdigest()
-    try:
-        with zipfile.ZipFile(path) as file:
-            held = [(entry.filename, entry.file_size, entry.CRC) for entry in file.infolist()]
-    except zipfile.BadZipFile:
-        return ""
-    return blake2b(repr(held).encode(), digest_size=8).hexdigest()
-
-
-def intact(path: Path, block: Tensor) -> bool:
-    """Return whether the only tensor in a file of torch.save has the CRC-32 that the file records for it."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            wanted = [entry.CRC for entry in file.infolist() if entry.filename.endswith("/data/0")]
-    except zipfile.BadZipFile:
-        return False
-    return wanted == [zlib.crc32(block.reshape(-1).view(torch.uint8).numpy().data)]
 
 
 class PickledRecord:
@@ -251,8 +174,8 @@ def _dtype(properties: Any) -> torch.dtype:
     return dtype
 
 
-def pickled(leaves: Mapping[str, SavedLeaf], folder: Path) -> bytes:
-    """Return the pickled `.metadata` with which torch's DCP reads a state whose blocks are files of the folder."""
+def pickled(leaves: Mapping[str, SavedLeaf]) -> bytes:
+    """Return the pickled `.metadata` with which torch's DCP reads a state."""
     from torch.distributed.checkpoint import metadata as dcp
 
     tensors, storage, paths = {}, {}, {}
@@ -261,9 +184,7 @@ def pickled(leaves: Mapping[str, SavedLeaf], folder: Path) -> bytes:
         for block in saved.blocks:
             offsets = torch.Size(start for start, _ in block.at)
             chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(stop - start for start, stop in block.at)))
-            storage[dcp.MetadataIndex(name, offsets)] = checkpoint_place(
-                block.file, 0, (folder / block.file).stat().st_size
-            )
+            storage[dcp.MetadataIndex(name, offsets)] = checkpoint_place(block.file, block.start, block.nbytes)
         properties = dcp.TensorProperties(dtype=saved.dtype)
         tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
         paths[name] = tuple(keys(where))

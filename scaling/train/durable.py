@@ -9,20 +9,22 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaling.train import dcp
-from scaling.train.blocks import SavedLeaf
+from scaling.train.blocks import Range, SavedBlock, SavedLeaf
+from scaling.train.shard_file import METADATA, checksum, entries, file_name, footer_digest, footer_of, write_blocks
 
 WAIT = 600.0  # seconds that ranks wait for each other's files
 AT_END = 2.0  # seconds to wait once the main thread has ended, because the other ranks may have died
+OPEN = 16  # files that rank 0 reads at a time, which hides the latency of a shared file system
 INDEX, LATEST = "index.json", "latest"
 
 
@@ -95,8 +97,9 @@ def point_at(folder: Path, step: int) -> None:
 
 def write_step(
     folder: Path,
-    own: Mapping[str, Tensor],
+    own: Sequence[tuple[str, Range, Tensor]],
     leaves: Mapping[str, SavedLeaf],
+    writers: Sequence[int],
     index: dict,
     mesh_rank: int,
     keep: int | None,
@@ -105,8 +108,9 @@ def write_step(
 
     Args:
         folder: The run's folder.
-        own: {file: block} of the blocks that this rank writes.
-        leaves: The saved leaves, with the blocks of all ranks.
+        own: (leaf, range, block) of the blocks that this rank writes.
+        leaves: The saved leaves, without blocks.
+        writers: The ranks that write a file; only rank 0 needs to know them.
         index: The content of index.json, without checksums.
         mesh_rank: This rank.
         keep: The number of complete steps to keep; None keeps all.
@@ -116,34 +120,32 @@ def write_step(
         TimeoutError: Another rank's files did not appear in time.
     """
     draft = partial_folder(folder, index["step"])
-    for file, block in own.items():
-        with atomic_file(draft / file, block.nbytes) as out, checksums():
-            torch.save(block, out)
+    if own:
+        with atomic_file(draft / file_name(mesh_rank), sum(block.nbytes for *_, block in own)) as out:
+            write_blocks(out, own)
     if mesh_rank:
         wait_until(lambda: not draft.exists(), f"{draft}: rank 0 has not completed it")
     else:
-        finish_step(folder, leaves, index, keep)
+        finish_step(folder, leaves, writers, index, keep)
 
 
-@contextmanager
-def checksums() -> Iterator[None]:
-    """Make torch.save write checksums, even if the program has turned them off."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-def finish_step(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any], keep: int | None) -> None:
+def finish_step(
+    folder: Path, leaves: Mapping[str, SavedLeaf], writers: Sequence[int], index: dict[str, Any], keep: int | None
+) -> None:
     """Wait for all blocks, then write the index, name the step and remove old steps; rank 0 calls it."""
     step, draft = index["step"], partial_folder(folder, index["step"])
-    for file in (draft / block.file for saved in leaves.values() for block in saved.blocks):
+    files = [draft / file_name(rank) for rank in writers]
+    for file in files:
         wait_until(file.is_file, f"{file}: not written")
-    write_atomically(draft / dcp.METADATA, dcp.pickled(leaves, draft))
-    written = [dcp.METADATA, *(block.file for saved in leaves.values() for block in saved.blocks)]
-    index = index | {"files": {file: dcp.checksum(draft / file) for file in written}}
+    saved = {where: leaf._replace(blocks=[]) for where, leaf in leaves.items()}
+    by_name, sums = {dcp.name_of(where): leaf.blocks for where, leaf in saved.items()}, {}
+    with ThreadPoolExecutor(OPEN) as threads:
+        for file, footer in zip(files, threads.map(footer_of, files), strict=True):
+            sums[file.name] = footer_digest(footer)
+            for block in entries(footer):
+                by_name[block.leaf].append(SavedBlock(block.at, file.name, block.start, block.nbytes))
+    write_atomically(draft / METADATA, dcp.pickled(saved))
+    index = index | {"files": sums | {METADATA: checksum(draft / METADATA)}}
     write_atomically(draft / INDEX, json.dumps(index | {"checksum": checksum_of(index)}))
     sync_folder(draft)
     final = folder / step_name(step)
@@ -196,7 +198,7 @@ def atomic_file(path: Path, nbytes: int) -> Iterator[Any]:
     """
     part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as out:
+        with open(part, "w+b") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())

@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from scaling.train import checkpoint, dcp, durable
 from scaling.train.loop import load_or_init, run, state_specs
 from scaling.train.record import record_of
 from scaling.train.settings import Settings, optimizer_of
+from scaling.train.shard_file import ShardReader
 
 MODEL = Config("c", 7, 16, 24, 4, 2, 8, 257, tied=True)  # whose layers and vocabulary do not divide evenly
 MOVES = [[{"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"P": 2, "Y": 2}], [{"Z": 2}, {"X": 2}, {"X": 1}]]  # from the first
@@ -47,9 +49,9 @@ class Counted:
 
 def resumed(mesh, settings, whole) -> float:
     """The bytes taken of blocks over those held, of a state that is the one saved."""
-    taken, real = [], dcp.ShardReader.__call__
+    taken, real = [], ShardReader.__call__
     specs = state_specs(settings, mesh, optimizer_of(settings))
-    with patch.object(dcp.ShardReader, "__call__", lambda self, *block: Counted(real(self, *block), taken)):
+    with patch.object(ShardReader, "__call__", lambda self, *block: Counted(real(self, *block), taken)):
         state, step, _ = load_or_init(settings, mesh, optimizer_of(settings), specs, record_of(settings))
     slots, V, data = (
         slots_of(MODEL, mesh, settings.schedule_on(mesh.sizes)),
@@ -76,8 +78,14 @@ def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source, targets
     ranks(run, source, replace(settings, zero=ZERO[0]))
     dcp_to_torch_save(f"step-{STEPS:06d}", "whole.pt")
     whole = torch.load("whole.pt")
-    files = Path(f"step-{STEPS:06d}").glob("*.distcp")
-    assert sum(torch.load(file, mmap=True).nbytes for file in files) == tree.nbytes(whole)  # no block is there twice
+    files = [*Path(f"step-{STEPS:06d}").glob("*.distcp")]
+    assert len(files) <= prod(source.values())
+    elements = [
+        prod(block.shape) * leaf.dtype.itemsize
+        for leaf in dcp.saved_leaves(f"step-{STEPS:06d}").values()
+        for block in leaf.blocks
+    ]
+    assert sum(elements) == tree.nbytes(whole)  # no block is there twice
     assert [each["loss_scale"] for each in records(".")] == [whole["optimizer"]["scale"].item()] * STEPS
     for zero, target in zip(ZERO[1:], targets, strict=True):
         assert max(ranks(resumed, target, replace(settings, zero=zero), whole)) == 1  # padding is not read
@@ -137,7 +145,7 @@ def test_of_a_view_its_own_elements_are_written_with_a_checksum_whatever_torch_i
         checkpoint.save(".", {"W": flat[10:20], "data": data}, SPECS, ONE, 1)
     finally:
         torch.serialization.set_crc32_options(True)
-    assert Path("step-000001/__0_0_0.distcp").stat().st_size < 2000
+    assert Path("step-000001/__0.distcp").stat().st_size < 2500
     found, _ = checkpoint.load(".", SPECS, ONE)
     assert (found["data"], found["W"].tolist()) == (data, flat[10:20].tolist())
 
@@ -164,7 +172,7 @@ def test_a_late_rank_is_waited_for_where_it_has_something_to_write(mesh, tmp_pat
 
     if mesh.rank == 0:
         (tmp_path / ".step-000001").mkdir()
-        torch.save(torch.zeros(7), tmp_path / ".step-000001" / "__1_0_0.distcp")
+        torch.save(torch.zeros(7), tmp_path / ".step-000001" / "__1.distcp")
     tree.unshard({"n": torch.ones(1)}, {"n": "n[D_X]"}, mesh)  # all ranks see the leftovers
     with patch.object(checkpoint, "write_step", write), patch.object(durable, "WAIT", 5.0):
         checkpoint.save(tmp_path, {"W": torch.ones(4)}, {"W": "W[D_X]"}, mesh, 1)

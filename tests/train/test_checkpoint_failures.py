@@ -6,17 +6,20 @@ import os
 import pickle
 import re
 import resource
+import tarfile
 import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from machine import on_ranks
 from refused import named, refused
 from runs import load, save
 from torch.distributed.checkpoint import metadata as torch_metadata
 
+from scaling import tree
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.train import checkpoint, dcp, durable
 from scaling.train.compare import verify_run
@@ -32,7 +35,7 @@ def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone
     mesh = AbstractMesh({"X": 2})
     pending = checkpoint.save(".", {"W": torch.ones(2)}, {"W": "W[D_X]"}, mesh, 1, async_op=True)
     assert pending is not None
-    with pytest.raises(TimeoutError, match=r"__1_0_0.distcp: not written within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"__1.distcp: not written within 0.05 s"):
         pending.result(60)
     assert checkpoint.complete_steps(Path()) == []
 
@@ -41,7 +44,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_writte
     save(1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    words = r"__0_0_0.distcp: its 400,000 bytes could not be written(.|\n)*fix: make room"
+    words = r"__0.distcp: its 400,000 bytes could not be written(.|\n)*fix: make room"
     try:
         with pytest.raises(OSError, match=words):
             save(2, torch.ones(100_000))
@@ -139,14 +142,21 @@ def moved(metadata, leaf, **changed) -> None:
 
 
 NO_TENSORS, NO_INDEX = "not a file of tensors alone", "not what torch.distributed.checkpoint writes"
+OTHER_FILE, OTHER_BYTES = "is not the file that was written", "are not those that were written"
+OF_BLOCKS = {
+    "a pickle": (lambda good: pickle.dumps(EVIL).ljust(len(good), b"\0"), OTHER_FILE),
+    "an evil object": (lambda good: saved(EVIL, len(good)), OTHER_FILE),
+    "another tensor": (lambda good: saved(torch.ones(2), len(good)), OTHER_FILE),
+    "a bit": (lambda good: good.replace(b"\0\0\x80?", b"\0\0\x81?", 1), OTHER_BYTES),
+}
 DAMAGE = {  # a file: {what: (how its bytes are changed, what is said)}
-    "__0_0_0.distcp": {
-        "cut short": (lambda good: good[:-10], "missing or cut short"),
-        "a pickle": (lambda good: pickle.dumps(EVIL).ljust(len(good), b"\0"), NO_TENSORS),
-        "an evil object": (lambda good: saved(EVIL, len(good)), NO_TENSORS),
-        "another tensor": (lambda good: saved(torch.ones(2), len(good)), "does not hold b, float32[6]"),
-        "a bit": (lambda good: good.replace(b"\0\0\x80?", b"\0\0\x81?", 1), "bytes are not those that were written"),
+    "__0.distcp": OF_BLOCKS
+    | {
+        "cut short": (lambda good: good[:-10], OTHER_FILE),
+        "cut shorter": (lambda good: good[:1000], "missing or cut short"),
+        "a bit of the footer": (lambda good: good.replace(b'[["b", ', b'[["c", '), OTHER_FILE),
     },
+    "__0_0_0.distcp": OF_BLOCKS | {"cut short": (lambda good: good[:-10], "missing or cut short")},
     "index.json": {text: (lambda _, text=text: text.encode(), "is damaged") for text in ("{", "{}", '{"leaves": 3}')},
     ".metadata": {
         f"evil {evil!r:.20}": (lambda _, evil=evil: pickle.dumps(evil), NO_INDEX)
@@ -173,9 +183,26 @@ def index_of(good: bytes, change) -> bytes:
 DAMAGE[".metadata"] |= {what: (partial(index_of, change=change), "") for what, change in INDEXED.items()}
 
 
+def earlier_run(folder: "Path | str" = ".") -> None:
+    """Unpack a step that the version of November 2026 wrote on X=2, with a file for each block."""
+    with tarfile.open(Path(__file__).with_name("earlier_checkpoint.tar.xz")) as archive:
+        archive.extractall(folder, filter="data")
+
+
+@on_ranks({"X": 2})
+def test_a_step_of_an_earlier_version_is_loaded_on_other_meshes(mesh, tmp_path):
+    earlier_run(run := tmp_path / str(mesh.rank))
+    types = {"w": "w[D, F_X]", "b": "b[F_X]"}
+    found = checkpoint.load(run, types, mesh)
+    torch.testing.assert_close(found, (tree.shard(STATE, types, mesh) | {"n": 5}, 1), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("name", "what"), [(name, what) for name in DAMAGE for what in DAMAGE[name]])
 def test_damaged_and_malicious_files_are_refused_and_found_by_verify(name, what, capsys):
-    checkpoint.save(".", STATE, TYPES, MESH, 1)
+    if name == "__0_0_0.distcp":
+        earlier_run()
+    else:
+        checkpoint.save(".", STATE, TYPES, MESH, 1)
     file, (change, words) = Path("step-000001", name), DAMAGE[name][what]
     assert verify_run(["."]) == 0
     file.write_bytes(change(file.read_bytes()))
@@ -186,6 +213,21 @@ def test_damaged_and_malicious_files_are_refused_and_found_by_verify(name, what,
         assert verify_run([".", "--step", "1"]) == 1
         assert f"{name}: " in (said := capsys.readouterr().out)
         assert words in said
+    assert not Path("never").exists()
+
+
+@pytest.mark.parametrize(
+    ("evil", "words"), [(EVIL, NO_TENSORS), (torch.ones(2), "does not hold b, float32[6]")], ids=["a call", "a tensor"]
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_file_that_no_index_names_is_refused_unless_it_holds_the_tensor(evil, words):
+    torch_dcp.save(STATE, checkpoint_id="theirs")
+    (block,) = dcp.saved_leaves("theirs")["b"].blocks
+    with open(Path("theirs", block.file), "r+b") as file:
+        file.seek(block.start)
+        file.write(saved(evil, block.nbytes))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        dcp.load("theirs", TYPES, MESH)
     assert not Path("never").exists()
 
 

@@ -116,25 +116,30 @@ def moved(path: Path, to: Path) -> None:
     to.write_bytes(path.read_bytes())
 
 
-def swapped(a: Path, b: Path) -> None:
-    one, other = a.read_bytes(), b.read_bytes()
-    a.write_bytes(other)
-    b.write_bytes(one)
+def swapped(step: Path, *leaves: str) -> None:
+    """Swap the blocks of two leaves of one size in the file that holds both."""
+    (one, other), file = (dcp.saved_leaves(step)[leaf].blocks[0] for leaf in leaves), block_of(step)
+    data = bytearray(file.read_bytes())
+    one, other = (slice(block.start, block.start + block.nbytes) for block in (one, other))
+    data[one], data[other] = data[other], data[one]
+    file.write_bytes(data)
 
 
 STEP1, STEP2 = Path("run/step-000001"), Path("run/step-000002")
 
 
-def block_of(step: Path, leaf: str = "params.layers.W_Q") -> Path:
-    return step / dcp.saved_leaves(step)[leaf].blocks[0].file
+LEAF, MOMENT = "params.layers.W_Q", "optimizer.m.layers.W_Q"  # of one size
 
 
-MOMENT = "optimizer.m.layers.W_Q"  # as large as the leaf itself
-STRANGE = "is not the file that was written for this step"
+def block_of(step: Path) -> Path:
+    return step / dcp.saved_leaves(step)[LEAF].blocks[0].file
+
+
+STRANGE, OTHER_BYTES = "is not the file that was written for this step", "are not those that were written"
 DAMAGE = {  # what: (how, whether --resume says so and goes on from step 1, words that verify says)
     "a block of an earlier step": (lambda: moved(block_of(STEP1), block_of(STEP2)), True, STRANGE),
     "a block of a later step": (lambda: moved(block_of(STEP2), block_of(STEP1)), False, STRANGE),
-    "two blocks of a step": (lambda: swapped(block_of(STEP2), block_of(STEP2, MOMENT)), True, STRANGE),
+    "two blocks of a step": (lambda: swapped(STEP2, LEAF, MOMENT), True, OTHER_BYTES),
     "an index of another step": (lambda: moved(STEP1 / "index.json", STEP2 / "index.json"), True, "that of step 1"),
     "a step of another name": (lambda: STEP1.rename("run/step-000003"), False, "index.json: is that of step 1"),
     "no index": (lambda: (STEP2 / "index.json").unlink(), True, "no complete checkpoint"),
