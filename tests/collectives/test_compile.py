@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from machine import on_ranks
+from problems import drawn
 from torch.func import grad, grad_and_value
 
 from scaling import optim, tree
@@ -102,8 +103,7 @@ def step(W, In, mesh):
 @on_ranks({"X": 2})
 def test_a_step_and_its_derivatives_compiled(mesh):
     torch._dynamo.reset()
-    g = torch.Generator().manual_seed(mesh.rank)
-    W, In = torch.randn(4, 6, generator=g, dtype=torch.float64), torch.randn(5, 8, generator=g, dtype=torch.float64)
+    W, In = drawn((4, 6), (5, 8), seed=mesh.rank)
 
     def by_torch_func(W, In):
         dW, loss = grad_and_value(loss_of)(W, In, mesh)

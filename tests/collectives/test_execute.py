@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from array_types import types
+from problems import drawn
 
 from scaling.algebra import reshard
 from scaling.collectives import einsum, join_products, masked, run
@@ -65,8 +66,7 @@ LINE = "Act[B_X, F] * dOut[B_X, D] -> dW[F, D] {U_X}"
 
 
 def operands(rows, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, n, generator=rng, dtype=torch.float64) for n in (6, 4))
+    return drawn((rows, 6), (rows, 4), seed=seed)
 
 
 def test_a_deferred_product_is_checked_at_once_and_computed_when_it_is_waited_for():

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from machine import RankFailed, on_ranks
+from problems import drawn
 from refused import named
 
 from scaling import collectives as c
@@ -149,9 +150,8 @@ def test_on_one_device_into_another_shape():
 
 @pytest.mark.parametrize(("mesh", "axis"), [({"X": 2, "Y": 4}, "Y"), ({"X": 3}, "X")])
 def test_rings_are_equal_to_the_collectives(mesh, axis):
-    n, rng = mesh.size((axis,)), torch.Generator().manual_seed(mesh.rank)
-    part = torch.randn(3, 4, dtype=torch.float64, generator=rng)
-    whole = torch.randn(n * 3, 4, dtype=torch.float64, generator=rng)
+    n = mesh.size((axis,))
+    part, whole = drawn((3, 4), (n * 3, 4), seed=mesh.rank)
     chunks, V = whole.view(n, 3, 4), 8 * whole.numel()
     by_blocks = chunks.transpose(0, 1).contiguous()
     cases = [

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_jax import splits
+from problems import drawn
 from refused import evaluated, named, read_table, refused
 
 from scaling import auto, explicit
@@ -113,8 +114,7 @@ def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(call, rul
 
 def test_several_ways_to_ask_for_gradients():
     """Their types, and their values where an axis has one device: those on more are in test_ops and beside JAX's."""
-    generator, types = torch.Generator().manual_seed(1), ("[D, F_Y]", "[F_Y, D]", "[B_X, D]")
-    whole = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((6, 8), (8, 6), (4, 6))]
+    types, whole = ("[D, F_Y]", "[F_Y, D]", "[B_X, D]"), drawn((6, 8), (8, 6), (4, 6), seed=1)
     W, V, x = map(array, whole, types)
 
     def loss(W, V, x=x):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from probes import shaken
+from problems import drawn
 from refused import named, refused
 from torch.func import vjp
 
@@ -24,7 +25,7 @@ DEEPSEEK = MIXTRAL.with_(E=8, k=3, shared=1, routing="sigmoid", expert_groups=4,
 def layer_of(config):
     """The params of a layer, x[B, T, D], and the cotangent of y."""
     (layer,) = tree.unstacked(shaken(config)["layers"])
-    x, dy = torch.randn(2, 2, 9, config.D, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    ((x, dy),) = drawn((2, 2, 9, config.D), seed=5)
     return layer, x, dy
 
 
@@ -124,8 +125,7 @@ def test_a_layer_token_by_token_and_its_derivatives(form, name):
 
 
 def test_ties_go_to_the_lower_expert_and_a_bias_to_those_that_few_choose():
-    config, rng = MIXTRAL.with_(E=64, k=3, D=33), torch.Generator().manual_seed(1)
-    column, x = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((33, 4), (50, 33)))
+    config, (column, x) = MIXTRAL.with_(E=64, k=3, D=33), drawn((33, 4), (50, 33), seed=1)
     router = column.repeat(1, 16)  # expert e is the twin of e + 4, e + 8, ...
     choose = partial(moe.choose_experts, config=config)
     first = (x @ column).argmax(-1)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from misuse import plain
 from probes import shaken
+from problems import drawn
 from refused import evaluated, named, refused
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -184,9 +185,7 @@ def test_the_loss_of_experts_has_their_terms_of_every_layer():
 
 
 def qkv(B=2, T=13, S=13, N=4, K=2, H=8):
-    make = torch.Generator().manual_seed(0)
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
-    return [torch.randn(shape, dtype=torch.float64, generator=make, requires_grad=True) for shape in shapes]
+    return [x.requires_grad_() for x in drawn((B, T, N, H), (B, S, K, H), (B, S, K, H))]
 
 
 @pytest.mark.parametrize(("T", "S"), [(13, 13), (5, 13), (1, 9)])
@@ -197,8 +196,8 @@ def test_attention_query_by_query_forward_and_backward(T, S, given):
     inputs = qkv(T=T, S=S)
     given = given | ({"segments": IDS[:, :S]} if "segments" in given else {})
     want = plain.attend(*inputs, **given)
-    cotangent = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    slopes = torch.autograd.grad(want, inputs, cotangent)
+    cotangent = drawn(want.shape, seed=2)
+    slopes = torch.autograd.grad(want, inputs, *cotangent)
     for attention in (sdpa, dot_product_attention):
         got = attention(*inputs, **given)
         close(got, want, 1e-12, 1e-12)

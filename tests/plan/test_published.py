@@ -1,5 +1,9 @@
+"""What the planner says beside what others measured or count: published runs and steps of serving, peft's and
+bitsandbytes' counts of ways to train in less memory; what failures cost, beside a simulation."""
+
 import math
 import statistics
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,10 +11,14 @@ import pytest
 from scaling.book.arrays import largest
 from scaling.configs import get
 from scaling.hardware import chip
-from scaling.plan import Job, published
+from scaling.plan import Job, failures, plans, published
 from scaling.plan.classes import error_line, is_unusual, runs_table, usual_error
+from scaling.plan.failures import HOUR, daly, of_job, simulated, spare_hosts, young
+from scaling.plan.fitting import adapter_params, frugal_ways
+from scaling.plan.job import Fixed
 from scaling.plan.serve.published import data, measured_steps
 
+L8 = get("llama3-8b")
 SMALL, LLAMA = 128, 16_384  # chips of the runs beside which the planner finds its own layout here; the command: all
 
 
@@ -57,7 +65,7 @@ def test_what_a_forecast_says_of_its_class_is_what_halves_of_the_runs_say_of_eac
 
 
 def test_a_forecast_says_how_far_its_class_is_off():
-    job = Job(get("llama3-8b"), 2**20)
+    job = Job(L8, 2**20)
     assert error_line(job, chip("h100")).startswith("39 published runs of this class (dense models on GPUs) are off by")
     assert "no published run" in error_line(replace(job, config=get("mixtral-8x7b"), seq=2**15), chip("v5p"))
     assert "rtx3090" in error_line(job, chip("rtx3090"))
@@ -90,3 +98,65 @@ def test_bounds_of_serving_are_those_by_hand_and_none_is_beaten():
     small = of["gpt-fast, bf1", "llama2-7b", 2, 1, 205]
     assert small.bound == pytest.approx((2 * (6_738_415_616 - 32000 * 4096) + 205 * 524_288) / (2 * 2.0e12))
     assert small.step.comms == pytest.approx((2 * 32 + 2) * 2e-5)  # launches
+
+
+# Less memory, and failures
+
+FAILING = pytest.mark.parametrize(("chips", "save", "restart"), [
+    (16_384, 3.0, 600.0), (16_384, 60.0, 600.0), (1024, 120.0, 300.0), (100_000, 30.0, 300.0),
+])  # fmt: skip
+
+
+def test_adapters_and_frozen_weights_are_those_of_llama3_8b():
+    """peft prints 41,943,040 trainable params for rank 16 on all linear layers; its NF4 weights are about 5.7 GB."""
+    assert adapter_params(L8) == 41_943_040
+    ways = {way.name: way for way in frugal_ways(Job(L8, 2**16, 2048))}
+    assert list(ways) == ["8-bit Adam", "Adam on the host", "activations on the host", "LoRA", "QLoRA"]
+    assert ways["QLoRA"].job.param_bytes * 8.03e9 == pytest.approx(5.7e9, rel=0.02)
+    assert ways["8-bit Adam"].job.optimizer_bytes == 2
+    assert ways["LoRA"].job.optimizer_bytes * 8.03e9 == pytest.approx(16 * 41_943_040, rel=0.001)
+    assert next(frugal_ways(Job(L8, 2**16, 2048, optimizer_bytes=2))).name == "Adam on the host"
+
+
+@pytest.mark.parametrize("remat", ["block", "matmuls"])
+def test_of_layers_inputs_two_remain_where_the_others_wait_on_the_host(remat):
+    here, there = (
+        plans(Job(L8, 2**20, 2048, offload=offload), chip("h100"), 8, Fixed((("fsdp", 8),), remat, 1))[0].held
+        for offload in (False, True)
+    )
+    layers = L8.L if remat == "block" else 2
+    assert there.activations == pytest.approx(here.activations * 2 / layers)
+    assert (there.total < here.total) == (remat == "block")
+
+
+@FAILING
+def test_goodput_is_what_a_simulation_of_many_days_finds(chips, save, restart):
+    job = of_job(chips, save, restart=restart)
+    spent: Counter = Counter()
+    for what, start, end in simulated(job, 20_000 * job.mtbf):
+        spent[what] += end - start
+    assert spent["work"] / sum(spent.values()) == pytest.approx(job.goodput, rel=0.01)
+    assert sum(job.costs.values()) == pytest.approx(1 - job.goodput, abs=0.2 * (1 - job.goodput))
+
+
+@FAILING
+def test_no_other_interval_is_better_than_daly_s(chips, save, restart):
+    best = of_job(chips, save, restart=restart)
+    others = [of_job(chips, save, restart=restart, interval=best.interval * 2 ** (i / 8)) for i in range(-24, 25)]
+    assert max(other.goodput for other in others) <= best.goodput * (1 + 1e-4)
+    assert best.interval <= young(save, best.mtbf) <= 1.3 * best.interval or save > best.mtbf / 10
+    assert daly(3 * best.mtbf, best.mtbf) == best.mtbf
+
+
+def test_llama_3_had_a_failure_every_three_hours_and_more_than_nine_tenths_of_its_time():
+    job = of_job(16_384, failures.save_seconds(14 * 405e9 / 16_384))
+    assert job.mtbf / HOUR == pytest.approx(54 * 24 / 419)
+    assert 0.9 < job.goodput < 0.95
+
+
+def test_spares_are_enough_but_for_a_hundredth_of_the_time():
+    for away in (0.0, 0.3, 2.0, 30.0, 99.0):
+        count = spare_hosts(away)
+        shares = [math.exp(n * math.log(away or 1e-300) - away - math.lgamma(n + 1)) for n in range(count + 1)]
+        assert sum(shares) >= 0.99 > sum(shares[:-1])
+    assert spare_hosts(101.0) == pytest.approx(spare_hosts(100.0), abs=3)

@@ -17,7 +17,7 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 import torch
-from grpo import PROMPTS, STEP, plain, run
+from grpo import PROMPTS, STEP, plain, run, write_folder
 from refused import named
 from runs import records
 
@@ -35,6 +35,14 @@ from scaling.train import checkpoint
 from scaling.train.export import params_of_run
 from scaling.train.folder import locked
 from scaling.train.progress import cut_records
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """(config, params) of the model in the working folder, beside prompts and a reward file."""
+    monkeypatch.chdir(tmp_path)
+    return write_folder()
+
 
 PAIRS = {
     "--train-mesh X=2,Y=2 --serve-mesh Y=4": {},

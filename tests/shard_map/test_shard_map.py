@@ -9,6 +9,7 @@ import pytest
 import torch
 from beside_jax import close, filling
 from machine import on_ranks
+from problems import drawn
 from programs import TABLES, evaluate
 from refused import named, refused
 from torch.func import grad, jvp, vjp, vmap
@@ -25,11 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch
 MESH = AbstractMesh({"X": 4, "Y": 2})
 
 
-def random(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-A, W, R = random(8, 6), random(6, 5, seed=1), random(8, 5, seed=2)
+A, W, R = drawn((8, 6), (6, 5), (8, 5))
 
 
 def here(fn, in_specs, out_specs):
@@ -107,7 +104,7 @@ def test_under_every_transform():
 
     gradient = here(inside, ("w[D]", "x[B_XY, D]"), "dw[D]")
     one = lambda w, x: grad(lambda w: (x @ w).sin().sum())(w)  # noqa: E731
-    w = random(6, seed=3)
+    (w,) = drawn((6,), seed=3)
     for f in (lambda g: g(w, A), lambda g: grad(lambda w: g(w, A).square().sum())(w), lambda g: vjp(g, w, A)[1](w)):
         torch.testing.assert_close(f(gradient), f(one), rtol=1e-12, atol=1e-12)
     with pytest.raises(NotImplementedError, match="pmax over X is not differentiated"):
@@ -151,7 +148,7 @@ def test_types_are_what_jax_says():
         )  # fmt: skip
         return w
 
-    here(program, ("x[B_X, D]", "w[D]"), "w[D]")(A, random(6))
+    here(program, ("x[B_X, D]", "w[D]"), "w[D]")(A, *drawn((6,)))
     over = {"X": {"x", "both", "gathered", "rows"}, "Y": {"place", "cast"}}
     assert seen == {name: {axis for axis, names in over.items() if name in names} for name in seen}
 
@@ -171,7 +168,7 @@ def test_a_cotangent_of_what_is_reduced_is_unreduced():
         return psum(terms, "X")
 
     squares = lambda w: psum(w, "X").square().sum()  # noqa: E731
-    w = random(2, 6, seed=3)
+    (w,) = drawn((2, 6), seed=3)
     gradient = here(program, ("x[B_X, D]", "w[I, D]"), "dw[I, D]")(A, w)
     wanted = grad(lambda w: (A.view(4, 2, 6) * w).sin().sum())(w)
     torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from machine import on_ranks
-from problems import STRATEGIES, close, trained
+from problems import STRATEGIES, close, drawn, trained
 from torch.func import grad_and_value
 
 import scaling
@@ -65,7 +65,7 @@ def test_bfloat16_with_float32_master_params(ranks):
 
 @on_ranks({"X": 2})
 def test_synchronised_batch_norm_is_one_device_s(mesh):
-    whole = torch.randn(2, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (whole,) = drawn((2, 8, 3))
     x, weights = tree.shard(whole, "x[K, B_X, D]", mesh)
     x.requires_grad_()
     n = torch.stack([x.sum(0), x.square().sum(0)]) / 8
