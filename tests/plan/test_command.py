@@ -107,7 +107,7 @@ serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --request
     0 such plans would serve 400
 serve --model llama3-8b --chip h100 --chips 8 --context 1M --output 1 --rate 1e6 --requests 1
     0 1,000,000 a second | such plans would serve 1,000,000
-    | 256,605,282 | 0.0188 tokens/s; TTFT p50 53,245 ms, p95 53,245 ms the plan
+    | tokens/s; TTFT p50 | ms the plan
 serve --model llama3-70b --chip v5e --context 8192 --latency 1  1 nothing is fast enough: the fastest step is
 serve --model llama3-70b --chip v5e --context 8192 --chips 16 --batch 4096
     0 Of 4,096 requests | fit at once in each replica; the others wait.

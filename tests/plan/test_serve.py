@@ -208,6 +208,15 @@ def test_caches_over_time_are_a_bound_that_published_figures_keep():
     assert plans(replace(service, over_time=False), chip("h100"), chips=1)[0].tokens_per_second < 14_325
 
 
+@pytest.mark.parametrize(
+    ("name", "on", "chips"), [("deepseek-v3", "h200", 16), ("llama3-8b", "b200", 64), ("llama3-8b", "v5e", 16)]
+)
+def test_no_forecast_of_a_token_is_below_its_bound(name, on, chips):
+    found = plans(Service(get(name), 4100, 4000, "int8", over_time=True), chip(on), chips=chips, apart=True)
+    assert found
+    assert all(one.tpot >= one.step.seconds for one in found)
+
+
 @pytest.mark.parametrize("chips", [9, 12, 15])
 def test_experts_on_part_of_a_second_node_send_over_the_network(chips):
     inside, across = (mesh_seconds("AllToAll", 1e9, "E", {"E": n}, chip("h200")) for n in (8, chips))

@@ -41,6 +41,7 @@ class TokenWork:
         layers: The number of layers, whose kernels start one at a time.
         experts: The number of layers with experts.
         hops: The doublings of ranks, summed over all collectives.
+        comms: Seconds of all collectives at the peak, also of those over the network.
         prompts: Seconds of other requests' prompts.
     """
 
@@ -51,6 +52,7 @@ class TokenWork:
     layers: Amount
     experts: Amount
     hops: Amount
+    comms: Amount
     prompts: Amount
 
 
@@ -77,12 +79,12 @@ class Rates:
     hop: float
 
     def token(self, work: TokenWork) -> "Forecast":
-        """Return the seconds of a token, by kind of work."""
-        return Forecast(
-            self.weights * work.weights, self.flops * work.flops, self.kv * work.caches,
-            self.layer * work.layers + self.experts * work.experts, self.sent * work.sent + self.hop * work.hops,
-            work.prompts,
-        )  # fmt: skip
+        """Return the seconds of a token, by kind of work; matmuls and kernels hide collectives, as in the bound."""
+        weights, flops = self.weights * work.weights, self.flops * work.flops
+        kernels = self.layer * work.layers + self.experts * work.experts
+        unhidden = work.comms - np.maximum(weights, flops) - kernels
+        collectives = np.maximum(self.sent * work.sent + self.hop * work.hops, unhidden)
+        return Forecast(weights, flops, self.kv * work.caches, kernels, collectives, work.prompts)
 
 
 @dataclass(frozen=True)
@@ -269,26 +271,27 @@ class Forecast:
         return matmuls | rest | {"other requests' prompts": self.prompts}
 
 
-def collective_work(plan: "ServingPlan", tokens: int) -> tuple[float, float]:
-    """Return the seconds of sending at the peak, and the hops, of a decode step of `tokens` sequences."""
+def collective_work(plan: "ServingPlan", tokens: int) -> tuple[float, float, float]:
+    """Return `sent`, `hops` and `comms` of a decode step of `tokens` sequences."""
     c, chip, sizes = plan.service.config, plan.chip, dict(plan.sizes)
     moved = decoding.collectives(plan.form, c, tokens, sizes)
+    comms = sum(decoding.collective_seconds(one, chip, plan.shape, sizes) for one in moved)
     if chip.kind != "gpu":
-        return sum(decoding.collective_seconds(one, chip, plan.shape, sizes) for one in moved), 0.0
+        return comms, 0.0, comms
     hops = sum(
         one.times * math.log2(math.prod(sizes.get(axis, 1) for axis in one.axes))
         for one in moved if one.op != "AllToAll" and "E" not in one.axes
     )  # fmt: skip
     ranks = plan.chips // plan.groups  # ranks that share a sequence's attention
-    return 4 * c.L * (1 - 1 / ranks) * tokens / plan.groups * c.D * 2 / chip.bandwidth("node"), hops
+    return 4 * c.L * (1 - 1 / ranks) * tokens / plan.groups * c.D * 2 / chip.bandwidth("node"), hops, comms
 
 
 def token_work(plan: "ServingPlan") -> TokenWork:
     """Return the work of a token of each request."""
     s, c, step = plan.service, plan.service.config, plan.step
     between = 0.0 if plan.apart else prompt_run(plan).taken(plan.chips // plan.groups) * plan.batch / s.generated
-    sent, hops = collective_work(plan, plan.batch)
-    return TokenWork(step.weights, step.math, step.kv, sent, c.L, c.L * c.moe, hops, between)
+    sent, hops, comms = collective_work(plan, plan.batch)
+    return TokenWork(step.weights, step.math, step.kv, sent, c.L, c.L * c.moe, hops, comms, between)
 
 
 def rates_of(chip: Chip) -> Rates:
@@ -315,7 +318,8 @@ def likely_step(plan: "ServingPlan") -> Callable[[DecodeStep | None, int, int], 
         if step is None:
             return tokens * (seconds + starts)
         flops = step.math + tokens * seconds / rates.flops
-        work = TokenWork(step.weights, flops, step.kv, moved(sequences)[0], c.L, c.L * c.moe, moved(sequences)[1], 0.0)
+        sent, hops, comms = moved(sequences)
+        work = TokenWork(step.weights, flops, step.kv, sent, c.L, c.L * c.moe, hops, comms, 0.0)
         return tokens * starts + float(rates.token(work).seconds)
 
     return of

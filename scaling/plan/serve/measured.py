@@ -11,7 +11,7 @@ has the waits that public scripts set. What is left contradicts itself. In 33 pa
 on B200s, experts that are split over all chips differ from whole experts on each chip: by a factor of 1.2 in the median
 in a token's time, and of 12 in the time to the first one. All requests of Qwen3-32B seem to come at once in SGLang's
 rows, and in no other engine's. Without these, DeepSeek on B300s and Llama-3.1-8B, SGLang's other 298 rows are forecast
-within 23% in the median where deployments are left out, and no group of ten is beyond 60%.
+within 17% in the median where deployments are left out, and no group of ten is beyond 60%.
 """
 
 import csv
