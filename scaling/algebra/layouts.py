@@ -72,7 +72,7 @@ class Setting:
 
     @cached_property
     def whole(self) -> int:
-        """The size that an array of one element counts as, so that every local size and (n-1)/n of it are integers."""
+        """The units in a whole array: so many that every local size, and (n-1)/n of it, is a whole number of units."""
         return math.prod(self.sizes.values()) ** 2
 
     def count(self, axes) -> int:
@@ -80,11 +80,11 @@ class Setting:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def held(self, at: DimAxes) -> int:
-        """Return the part of a one-element array that one device holds, in the units of `whole`."""
+        """Return how many of an array's `whole` units one device holds."""
         return self.whole // self.count(itertools.chain(*at.dims))
 
     def sent(self, at: DimAxes, move: Edge) -> int:
-        """Return the amount that one device sends in a move of a one-element array, in the units of `whole`."""
+        """Return how many of an array's `whole` units one device sends in a move."""
         if move.op == "CollectivePermute" and splitting(at.dims, self.sizes) == splitting(move.after.dims, self.sizes):
             return 0
         sent, of = sent_share(move.op, self.count(move.axes))

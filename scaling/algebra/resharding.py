@@ -8,8 +8,8 @@ The graph grows faster than exponentially with the number of axes. So a plain pl
 that lead straight to the target. If it is one step, no plan sends less. If not, a better one is searched for, but the
 search stops after a number of steps looked at: then the plan carries a note that says so.
 
-Bytes are counted as integers: an array of one element counts as the square of the product of the axis sizes, so that
-every local size and every (n-1)/n of it is an integer. Plans are compared as (cost, FLOPs, steps), least first; a
+Amounts are counted as integers: a whole array has as many units as the square of the product of the axis sizes, so
+that every local size and every (n-1)/n of it is an integer. Plans are compared as (cost, FLOPs, steps), least first; a
 collective counts as more steps than all the steps that send nothing.
 """
 

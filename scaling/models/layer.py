@@ -28,7 +28,7 @@ SHARED_NORM = {"norm_attn": "norm_mlp", "b_norm_attn": "b_norm_mlp"}
 
 
 def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
-    """Return x, as the dropout of a model without dropout."""
+    """Return x: the function that a model without dropout has in place of dropout."""
     return x
 
 
@@ -111,7 +111,7 @@ class Context(NamedTuple):
         return self._replace(masks=dict(zip(windows, map(self.masks, windows), strict=True)))
 
     def of_layer(self, l: int) -> "Context":
-        """Return the context of layer l: its mask, its positions, and drop(x, branch) times `residual_scale`."""
+        """Return the context of layer l: its mask, its positions, its dropout, and `residual_scale` within dropout."""
         config, drop = self.config, partial(self.drop, layer=l)
         attend = partial(self.attend, **self.masks[config.windows[l]]) if self.masks else self.attend
         if config.residual_scale == 1:

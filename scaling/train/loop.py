@@ -77,7 +77,7 @@ class Launched(NamedTuple):
 
 
 def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dict:
-    """Train on every rank of a mesh; return {"step", "sequences", "loss", "valid"}, the last "valid" if it was stopped.
+    """Train on every rank of a mesh; return {"step", "sequences", "loss", "valid"}, the latest of each.
 
     `keep`: rank 0 calls it once every rank has accepted the run. Nothing is written into the run's folder before that.
     """

@@ -205,7 +205,10 @@ def samples(whole: int, unit: int, least: int) -> list[tuple[Fraction, int]]:
 
 
 def between(whole: int, *sizes: int) -> list[tuple[Fraction, int]]:
-    """Return [(weight, size)] whose weighted sum is a polynomial's value at `whole`, of a degree below their number."""
+    """Return [(weight, size)] by which a polynomial's values at these sizes add up to its value at `whole`.
+
+    The polynomial's degree is below the number of sizes.
+    """
     return [(prod(Fraction(whole - b, a - b) for b in sizes if b != a), a) for a in sizes]  # type: ignore[misc]
 
 
