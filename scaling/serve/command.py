@@ -107,7 +107,7 @@ def run(mesh, what: Served, lines: list[RequestLine], options: Options) -> Simul
 
 def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
     """Return a line of the output; times are seconds from the request's arrival."""
-    if times.reason.startswith("refused"):
+    if times.reason.startswith(("refused", "failed")):
         return {"line": line.request.id, "id": line.name, "error": times.reason}
     ids, text = list(times.tokens), TextStream(what.tokenizer, line.request.stops, line.request.prompt)
     told = "".join(text.push(id) for id in (ids[:-1] if ids and ids[-1] in what.ends else ids)) + text.rest()

@@ -12,6 +12,7 @@ sampled. A draft draws with the same uniform numbers, so it often gets the same 
 But its tokens depend on where a step begins, so a request that is preempted would go on with other tokens.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -93,9 +94,9 @@ def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int,
         live = [live[i] for i in rows]
         places = [w.start + len(w.tokens) for w in live]
         drawn = sample(logits[rows], [w.request.draw for w in live], places).read()
-        for w, token in zip(live, drawn, strict=True):
-            proposed[w.id].append(token)
-        live = [w._replace(start=at, tokens=(id,)) for w, at, id in zip(live, places, drawn, strict=True)]
+        live = [w._replace(start=at, tokens=(id or 0,)) for w, at, id in zip(live, places, drawn, strict=True)]
+        for w in live:
+            proposed[w.id] += w.tokens
         logits = model.logits(worker, live)  # caches the last proposal too, which is needed if all are kept
     return proposed
 
@@ -108,6 +109,7 @@ class Given(NamedTuple):
         logits: The logits[n, V] that the tokens were drawn from.
         texts: If it has stop texts, the text that each token makes certain.
         stopped: Whether a stop text has ended it.
+        failed: Whether the logits are not finite, so that the request gets no token and ends.
         read: For a prompt that is scored, the place of the first token of this step, and the logits[n, V] after each of
             its tokens.
     """
@@ -116,6 +118,7 @@ class Given(NamedTuple):
     logits: Tensor
     texts: tuple[str, ...] = ()
     stopped: bool = False
+    failed: bool = False
     read: tuple[int, Tensor] | None = None
 
 
@@ -131,31 +134,42 @@ def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence
     logits = model.logits(worker, longer, every)
     given = _drawn(works, proposed, logits, every)
     for b, work in enumerate(works):
-        if scored[b]:
-            own = given.get(work.id, Given((), logits[b, :0]))
+        own = given.get(work.id, Given((), logits[b, :0]))
+        if scored[b] and not own.failed:
             given[work.id] = own._replace(read=(work.start, logits[b, : len(work.tokens)]))
     return given
 
 
 def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor, every: bool) -> dict[int, Given]:
-    """Draw tokens for the works that sample, from logits[B, T, V] of every token, or [B, V] of each work's last."""
-    at = [(b, w, n) for b, w in enumerate(works) if w.sample for n in range(1 + w.proposals)]
-    if not at:
-        return {}
+    """Draw tokens for the works, from logits[B, T, V] of every token, or [B, V] of each work's last.
+
+    A work that does not sample is in the result only if it has failed, as the token of a chunk shows that nobody gets.
+    """
+    at = [(b, w, n) for b, w in enumerate(works) for n in range(1 + w.proposals)]
     if every:
         logits = logits[[b for b, _, _ in at], [len(w.tokens) - 1 + n for _, w, n in at]]
-    else:
-        logits = logits if len(at) == len(works) else logits[[b for b, _, _ in at]]
     places = [w.start + len(w.tokens) + n for _, w, n in at]
     drawn, given, first = sample(logits, [w.request.draw for _, w, _ in at], places).read(), {}, 0
-    for work in (w for w in works if w.sample):
+    for work in works:
         tokens = accept_proposals(proposed.get(work.id, ()), drawn[first : first + 1 + work.proposals])
-        given[work.id] = Given(tuple(tokens), logits[first : first + len(tokens)])
+        own = _given_tokens(tokens, logits[first : first + len(tokens)])
+        if work.sample or own.failed:
+            given[work.id] = own
         first += 1 + work.proposals
     return given
 
 
-def accept_proposals(proposed: Sequence[int], drawn: Sequence[int]) -> list[int]:
+def _given_tokens(tokens: list[int | None], logits: Tensor) -> Given:
+    """Return the tokens before the first that cannot be drawn; a work without any has failed."""
+    found: list[int] = []
+    for token in tokens:
+        if token is None:
+            break
+        found.append(token)
+    return Given(tuple(found), logits[: len(found)], failed=not found)
+
+
+def accept_proposals(proposed: Sequence[int], drawn: Sequence[int | None]) -> list[int | None]:
     """Return a step's tokens: those drawn, up to and including the first that differs from its proposal.
 
     `drawn` has the tokens of the k proposed places and of the place after them.
@@ -261,8 +275,13 @@ class Engine:
                 done.append(Moved(action.id))
             elif isinstance(action, Run):
                 given |= (own := self._given(action))
-                stopped = frozenset(id for id, each in own.items() if each.stopped)
-                done.append(Done(action.worker, {id: each.tokens for id, each in own.items()}, stopped))
+                stopped, failed = (
+                    frozenset(id for id, each in own.items() if getattr(each, name)) for name in ("stopped", "failed")
+                )
+                for model, work in itertools.product(self.models, action.works):
+                    if work.id in failed:
+                        model.clear(action.worker, work)
+                done.append(Done(action.worker, {id: each.tokens for id, each in own.items()}, stopped, failed))
             elif isinstance(action, Finish):
                 self.streams.pop(action.id, None)
                 self.texts.pop(action.id, None)
@@ -294,7 +313,7 @@ class Engine:
             after = [w._replace(start=w.start + 1, tokens=(0,)) for w in works]
             self.started[worker] = after, self.model.logits(worker, after, ids=drawn.ids)
         each = zip(works, drawn.read(), logits.split(1), strict=True)
-        return {w.id: Given((token,), own) for w, token, own in each}
+        return {w.id: _given_tokens([token], own) for w, token, own in each}
 
     def _counted(self, request: Request, given: Given) -> Given:
         """Return a request's tokens up to the one that ends it, and if it has stop texts their text."""

@@ -172,7 +172,12 @@ class Steps:
         fixed = fixed and (not self.config.moe or len(rows) * self.rounded(T) <= EVERY)
         M = -(-longest // self.page) if self.page else 0
         T, M = (self.rounded(T), self.rounded(M)) if fixed else (T, M)
-        tables = [[[*held[:M], *[0] * (M - len(held))] for held in table] for table in (pages, window_pages) if table]
+        # A masked place is read, and a NaN there makes its row NaN, so a row's table is filled with its own last page.
+        tables = [
+            [[*held[:M], *[held[-1] if held else 0] * (M - len(held))] for held in table]
+            for table in (pages, window_pages)
+            if table
+        ]
         asked = [
             [*row, *[0] * (T - len(row)), len(row), starts[b], *(page for table in tables for page in table[b])]
             for b, row in enumerate(rows)
@@ -271,6 +276,7 @@ class PagedModel:
     ):
         check_served(params, config, ONE if mesh is None else mesh, form)
         self.device, self.page, self.groups, self.paged = plain_leaf(params).device, options.page, options.groups, paged
+        self.config = config
         self.group = share_of(ONE if mesh is None else mesh, form).group
         self.pools, self.states = dict[str, Steps](), paged and config.linear is not None
         self.again: dict[str, float] = {}  # for each worker as in `by_length`
@@ -323,9 +329,27 @@ class PagedModel:
         at = None if in_order and ids is None else copy_to_device(places, self.device)
         given = None if ids is None or at is None else (at, ids)
         states = [w.slot for w in rows] if self.states else ()
-        window_pages = [[max(0, page) for page in w.window_pages] for w in rows] if self.windowed else ()
+        near = [w.window_pages for w in rows] if self.windowed else ()
+        window_pages = [[held[-1] if page < 0 else page for page in held] for held in near]
         logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given, states, window_pages)
         return logits[: len(works)] if in_order else logits[at]
+
+    def clear(self, worker: str, work: Work) -> None:
+        """Write zeros over the keys and values of a work that has failed, on its group's ranks.
+
+        A later request reads its new pages before they are full. The numbers that it has not written are masked, and a
+        NaN times zero would be NaN.
+        """
+        if work.group != self.group:
+            return
+        first, cache = work.start // self.page, self.pools[worker].cache
+        for layers in (kind for name in ("KV", "scale") if name in cache for kind in cache[name]):
+            for l, layer in enumerate(layers):
+                own = self.windowed and self.config.windows[l] is not None
+                layer[[page for page in (work.window_pages if own else work.pages)[first:] if page >= 0]] = 0
+        if self.states:
+            for name in ("S", "tail"):
+                cache[name][:, work.slot] = 0
 
     def move(self, move: Move) -> None:
         """Copy a prompt's pages and state from the worker that prefills to the decoder, on its group's ranks."""

@@ -19,7 +19,7 @@ from scaling.serve import scheduler
 from scaling.serve.cache import divisible, init_cache, share_of
 from scaling.serve.engine import Engine
 from scaling.serve.fixed import Steps
-from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
+from scaling.serve.requests import NOT_FINITE, Draw, Request, Sampling, prompt_ids, request_seeds
 from scaling.serve.sampling import sample
 from scaling.serve.states import Arrive, Options
 from scaling.serve.step import extend, prefill
@@ -83,7 +83,8 @@ def generate(
         capture: Whether to capture decode steps as CUDA graphs where that is possible (`scaling.serve.fixed`).
 
     Raises:
-        ValueError: An empty prompt, ids outside the vocabulary, or options that leave no token.
+        ValueError: An empty prompt, ids outside the vocabulary, options that leave no token, or logits that are not
+            finite.
     """
     how = Sampling(temperature, top_k, top_p, min_p)
     rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
@@ -106,11 +107,13 @@ def generate(
     for step in range(max_new_tokens):
         drawn = sample(logits[: len(rows)], draws, [len(row) + step for row in rows]).read()
         for row in live:
-            new[row].append(drawn[row])
+            if (token := drawn[row]) is None:
+                raise ValueError(f"prompt {row}: {NOT_FINITE}\n  fix: mend the params")
+            new[row].append(token)
         live = {row for row in live if drawn[row] not in stops}
         if not live or step + 1 == max_new_tokens:
             break
-        following = [[id] for id in drawn + [0] * (len(starts) - len(rows))]
+        following = [[id or 0] for id in drawn + [0] * (len(starts) - len(rows))]
         logits = decode(following, [start + step for start in starts], pages)
     return new
 
@@ -150,6 +153,9 @@ def stream(
     """Yield the tokens that `generate` returns as the engine finds them: each step's, in the order of the prompts.
 
     The other arguments are as in `Engine`.
+
+    Raises:
+        ValueError: As in `generate`; logits that are not finite end their prompt, and are raised after all others.
     """
     rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
     seeds = request_seeds(rows, seed)
@@ -164,10 +170,13 @@ def stream(
     paged = page is not None
     engine = Engine(params, config, options, mesh=mesh, draft=draft, form=form, paged=paged, **more)
     requests = [Request(row, tuple(ids), max_new_tokens, stops, Draw(how, seeds[row])) for row, ids in enumerate(rows)]
-    state, events = scheduler.initial(options), [*map(Arrive, requests)]
+    state, events, failed = scheduler.initial(options), [*map(Arrive, requests)], list[int]()
     while True:
         state, actions = scheduler.step(state, events)
         given, events = engine.carry_out(actions)
+        failed += [row for row, own in given.items() if own.failed]
+        if not events and failed:
+            raise ValueError(f"prompt {min(failed)}: {NOT_FINITE}\n  fix: mend the params")
         if not events:
             return
         yield _with_logprobs([(row, own.tokens, own.logits) for row, own in given.items()])

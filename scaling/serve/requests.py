@@ -20,6 +20,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character of UTF-16
 TOO_LONG = "context_length_exceeded"
 STOPS, STOP_LENGTH = 64, 1024  # the most stop texts of a request, and the most characters of one
 DIGITS = 4300  # the most digits of a number that Python reads
+NOT_FINITE = "logits without a finite maximum (NaN, inf or all -inf): no token can be drawn"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # the fields of Sampling, by which requests name them too
 KNOWN = ("id", "prompt", "ids", "max_new_tokens", *SAMPLING, "seed", "stop", "arrival")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scaling.common.arguments import whole_numbers
-from scaling.serve.requests import SEEDS, Draw, Sampling
+from scaling.serve.requests import NOT_FINITE, SEEDS, Draw, Sampling
 
 
 def probabilities(logits: Tensor, how: Sampling) -> Tensor:
@@ -24,7 +24,8 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
         ValueError: The logits of a row have no finite maximum.
     """
     top = _greatest(logits)
-    _check_finite(bool(top.isfinite().all()))
+    if not bool(top.isfinite().all()):
+        raise ValueError(f"{NOT_FINITE}\n  fix: mend the params")
     if how.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(torch.float64)
     (row,), used = _numbers([how], logits.shape[-1])
@@ -72,13 +73,6 @@ def _greatest(logits: Tensor) -> Tensor:
     return logits.amax(-1, keepdim=True)
 
 
-def _check_finite(finite: bool) -> None:
-    if not finite:
-        raise ValueError(
-            "logits without a finite maximum (NaN, inf or all -inf): no token can be drawn\n  fix: mend the params"
-        )
-
-
 def draw_token(p: Tensor, u: Tensor) -> Tensor:
     """Return the token[...] whose part of the interval [0, 1), laid out by p[..., V], contains u[...]."""
     if u.shape != p.shape[:-1]:
@@ -110,19 +104,17 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 class Drawn(NamedTuple):
-    """The ids[B] of tokens on a device, and on their way to the host, with whether all rows of logits were finite."""
+    """The ids[B] of tokens on a device, and on their way to the host, where -1 replaces those that cannot be drawn."""
 
     ids: Tensor
     host: Tensor
     arrived: Any  # the CUDA event after which they are there
 
-    def read(self) -> list[int]:
-        """Wait for the tokens and return them. ValueError if a row of logits has no finite maximum."""
+    def read(self) -> list[int | None]:
+        """Wait for the tokens and return them, with None for each row of logits that has no finite maximum."""
         if self.arrived:
             self.arrived.synchronize()
-        *tokens, finite = self.host.tolist()
-        _check_finite(bool(finite))
-        return tokens
+        return [None if id < 0 else id for id in self.host.tolist()]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> Drawn:
@@ -144,5 +136,5 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> D
         numbers = numbers.to(logits.device, non_blocking=True)
         drawn = _drawn_by(_filtered(logits, top, numbers[:4, :, None], used), numbers[4])
         ids = torch.where(numbers[5] > 0, ids, drawn)
-    host = torch.cat([ids, top.isfinite().all()[None].to(ids.dtype)]).to("cpu", non_blocking=True)
+    host = torch.where(top[:, 0].isfinite(), ids, -1).to("cpu", non_blocking=True)
     return Drawn(ids, host, torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None)

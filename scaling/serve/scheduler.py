@@ -24,7 +24,7 @@ from numbers import Integral
 
 from scaling.common.arguments import WORDS
 from scaling.serve.pages import Pool, WindowPool
-from scaling.serve.requests import Request
+from scaling.serve.requests import NOT_FINITE, Request
 from scaling.serve.states import (
     DECODE,
     POLICIES,
@@ -152,6 +152,9 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         )
     for work in state.busy.pop(event.worker):
         live, pool = state.live[work.id], state.pools[event.worker][work.group]
+        if work.id in event.failed:  # none of the pages that this step wrote are kept for other requests
+            _finish(state, work.id, "cancelled" if live.cancelled else f"failed: {NOT_FINITE}", actions)
+            continue
         given = _given(work, live, event.tokens)
         kept = max(0, len(given) - 1)  # accepted proposals, which are in the cache; the last given token is not
         computed, pages = work.start + len(work.tokens) + kept, pool.count(live.length + kept + 1)

@@ -90,12 +90,14 @@ class Done(NamedTuple):
     """Event: a worker's step is over.
 
     `tokens`: by id, the tokens of each Work with `sample`, 1 to 1 + `proposals` of each. `stopped`: requests that end
-    with their last token for a reason that token ids cannot show, such as a stop text.
+    with their last token for a reason that token ids cannot show, such as a stop text. `failed`: requests that end
+    because their logits are not finite; they get no token.
     """
 
     worker: str
     tokens: dict[int, tuple[int, ...]]
     stopped: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
 
 
 class Moved(NamedTuple):
@@ -173,7 +175,7 @@ class Preempt(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Action: a request ends; `reason` is stop, length, cancelled, or refused with the reason."""
+    """Action: a request ends; `reason` is stop, length, cancelled, or refused or failed with the cause."""
 
     id: int
     tokens: tuple[int, ...]

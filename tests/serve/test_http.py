@@ -22,6 +22,7 @@ from refused import read_table
 
 from scaling import serve
 from scaling.models.text import ByteText
+from scaling.serve import engine
 from scaling.serve.web import app, server
 
 
@@ -214,13 +215,30 @@ def test_too_long_and_too_slow(monkeypatch):
             s.close()
 
 
-def test_an_engine_that_ends_says_so_to_all():
-    broken = {**PARAMS, "norm": torch.full_like(PARAMS["norm"], torch.nan)}
-    with running(params=broken) as found:
+def test_an_engine_that_ends_says_so_to_all(monkeypatch):
+    monkeypatch.setattr(engine, "sample", lambda *_: int("broken"))
+    with running() as found:
         answer = found.call("ab")
         assert answer.status_code == 503
-        assert "no token can be drawn" in answer.json()["error"]["message"]
-    assert "no token can be drawn" in str(found.errors[0])
+        assert "invalid literal" in answer.json()["error"]["message"]
+    assert "invalid literal" in str(found.errors[0])
+
+
+def test_an_answer_whose_logits_are_not_finite_ends_alone():
+    """As an error of OpenAI's form, in a stream too; a call that runs beside it and later calls are as ever."""
+    broken = PARAMS | {"embed": PARAMS["embed"].index_fill(0, torch.tensor([7]), torch.inf)}
+    body = {"prompt": "abc", "max_tokens": 60, **GREEDY}
+    with running(params=broken) as found, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(found.plain, **body)
+        for more in ({}, {"n": 2}, {"stream": True}, {"echo": True, "logprobs": 2}):
+            answer = found.call([1, 2, 7], **more)
+            data = answer.text.partition("data: {")[2].splitlines()[0] if more.get("stream") else answer.text[1:]
+            error = json.loads("{" + data)["error"]
+            assert (answer.status_code, error["type"]) == (200 if more.get("stream") else 500, "server_error")
+            assert error["message"].startswith("failed: logits without a finite maximum")
+        assert beside.result()["choices"] == found.plain(**body)["choices"]
+        assert found.until(lambda now: not now["running"])["pages_held"] == 0
+    assert not found.errors
 
 
 @pytest.mark.slow

@@ -156,6 +156,38 @@ def test_a_step_is_started_before_the_tokens_of_the_one_before_are_read(monkeypa
         calls.clear()
 
 
+ALONE = [("chunked", {}), ("static", {}), ("disaggregated", {}), ("chunked", {"window": 7})]
+ALONE += [("chunked", {"ahead": True}), ("chunked", {"draft": "ngram"}), ("chunked", {"draft": "near"})]
+ALONE += [("disaggregated", {"name": "linear"})]
+ALONE += [pytest.param("chunked", {"compile": "eager"}, marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize(("policy", "way"), ALONE, ids=str)
+def test_a_request_whose_logits_are_not_finite_ends_alone(policy, way):
+    """The embedding of token 7 is infinite. Whoever has it ends; the others get their tokens, also in its pages."""
+    way = {"name": "dense", "ahead": False, "draft": None, "window": None} | way
+    name, ahead, window, draft = (way.pop(key) for key in ("name", "ahead", "window", "draft"))
+    params, proposals = params_of(name) | {"embed": params_of(name)["embed"].clone()}, 0 if draft is None else 2
+    params["embed"][7], chance = torch.inf, random.Random(1)
+    options = Options(20, 4, 4, 16, policy, name != "linear", proposals, window=window)
+    texts = [tuple(chance.randrange(MODELS[name].V) for _ in range(1 + 5 * i % 23)) for i in range(12)]
+    requests = [Request(i, text, 1 + 3 * i % 11, draw=Draw(HOW, i)) for i, text in enumerate(texts)]
+    run = engine.Engine(params, MODELS[name], options, draft=drafted(draft), **way)
+    run.ahead, ends = ahead, Counter()
+    served = drive([(0.0, request) for request in requests], options, run).requests
+    for request in requests:
+        tokens = () if 7 in request.prompt else wanted(request, name)
+        tokens = tokens[: tokens.index(7) + 1] if 7 in tokens else tokens
+        failed = 7 in (*request.prompt, *tokens[: request.max_new_tokens - 1])
+        assert served[request.id].tokens == tokens
+        assert served[request.id].reason.startswith("failed: logits without" if failed else "length"), request
+        ends[failed] += 1
+    assert min(ends[True], ends[False]) > 3, ends
+    bad = [7 in text for text in texts].index(True)
+    with pytest.raises(ValueError, match=f"prompt {bad}: logits without"):
+        serve.generate(params, texts, MODELS[name], 2, draft=drafted(draft))
+
+
 def generated(mesh=None, form="heads", draft=None, **options) -> list[list[int]]:
     """By `generate`, sampled with a seed for each prompt."""
     way = {"temperature": HOW.temperature, "top_k": HOW.top_k, "top_p": HOW.top_p, "seed": SEEDS}

@@ -260,12 +260,13 @@ class _Answers:
             desk.ask(request, ask, lambda piece, index=index: self.pieced.put_nowait((index, piece)))
 
     async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece]]:
-        """Yield (index of an answer, a piece of it) as pieces come; Refused if the engine ends."""
+        """Yield (index of an answer, a piece of it) as pieces come; Refused if the engine or an answer fails."""
         left = len(self.requests)
         while left:
             index, piece = await self.pieced.get()
             if piece.reason not in (None, "stop", "length"):
                 _check_running(self.desk)
+                raise Refused(500, piece.reason)
             left -= piece.reason is not None
             yield index, piece
 
