@@ -13,8 +13,9 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -309,6 +310,18 @@ def free_memory(device: str, ranks: int = 1) -> float:
     free = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
     here = this_rank().local_size if world_size() > 1 else 0  # torchrun's only rank starts all ranks on this machine
     return int(free.split()[1]) * 1024 / (here or ranks)
+
+
+@contextlib.contextmanager
+def on_signals(act: Callable[[int], None]) -> Iterator[None]:
+    """Let SIGINT and SIGTERM call act(number) during the block, in the main thread of a process."""
+    numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
+    before = [signal.signal(number, lambda number, _: act(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def end_with_parent(parent: int) -> None:

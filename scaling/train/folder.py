@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scaling.common.torchrun import first_rank
 from scaling.configs.sources import RUN
+from scaling.launch.ranks import on_signals
 from scaling.train import flight
 from scaling.train.durable import LATEST, stray_files, write_atomically
 from scaling.train.loop import STOP
@@ -38,23 +39,18 @@ def prepared(settings: Settings, model: str, mesh: str) -> Iterator[Callable[[],
     if (out / "config.json").is_file():
         raise ValueError(f"{out}: is a model's folder: it has a config.json\n  fix: give another --out")
 
-    def ask(signum, frame):
+    def ask(number: int) -> None:
         nonlocal asked
-        if asked and signum == signal.SIGINT:
+        if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked = True
         with suppress(OSError):
             (out / STOP).touch()
 
-    before = [(which, signal.signal(which, ask)) for which in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        with locked(out) if first_rank() else nullcontext():
-            if first_rank():
-                check_startable(out, settings)
-            yield partial(keep_options, out, settings, model, mesh, _touched(out / STOP))
-    finally:
-        for which, handler in before:
-            signal.signal(which, handler)
+    with on_signals(ask), locked(out) if first_rank() else nullcontext():
+        if first_rank():
+            check_startable(out, settings)
+        yield partial(keep_options, out, settings, model, mesh, _touched(out / STOP))
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import contextlib
 import multiprocessing
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,13 +15,13 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from scaling.launch.ranks import on_signals
 from scaling.serve.web.app import application
 from scaling.serve.web.desk import Desk, News, Turns
 from scaling.serve.web.words import Model
 
 CONNECTIONS = 1024  # at once; others are answered 503
 PATIENCE = 30.0  # seconds for a call's head to arrive
-END = (signal.SIGINT, signal.SIGTERM)
 
 
 class Punctual(H11Protocol):
@@ -94,7 +93,7 @@ def serve_http(
     if mesh is not None and mesh.rank:
         if listener is not None:  # inherited from the process that started the ranks
             listener.close()
-        with _signals(lambda number: None):
+        with on_signals(lambda number: None):
             while turns(News()) is not None:
                 pass
         return
@@ -128,30 +127,16 @@ def serve_http(
             server.should_exit = True
             await asyncio.wait({serving}, timeout=10)
 
-    with _signals(stop):
+    with on_signals(stop):
         asyncio.run(talk())
 
 
 class _Server(uvicorn.Server):
     """A server that leaves the signals to `serve_http`."""
 
-    def capture_signals(self) -> Any:
+    def captureon_signals(self) -> Any:
         """Capture no signals."""
         return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _signals(act: Callable[[int], None]) -> Iterator[None]:
-    """Let SIGINT and SIGTERM call `act`, in the main thread of a process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = [signal.signal(number, lambda number, _: act(number)) for number in END]
-    try:
-        yield
-    finally:
-        for number, handler in zip(END, before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -165,5 +150,5 @@ def passed_on() -> Iterator[None]:
         for child in multiprocessing.active_children():
             child.terminate()
 
-    with _signals(send):
+    with on_signals(send):
         yield
