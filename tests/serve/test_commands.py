@@ -144,10 +144,10 @@ def test_generate_from_a_run_that_kept_no_model(folder, tmp_path, capsys):
     assert [*map(int, capsys.readouterr().out.split())] == completed(bytes([1, 2]), 4)
 
 
-# by what is said: options of `generate`
+# by what is said: flags of `generate`
 REFUSED = named(
     """
-words                  options
+words                  flags
 the prompt is empty    ["--prompt", ""]
 whole numbers          ["--prompt-ids", "1,x"]
 --prompt-ids ''        ["--prompt-ids", ""]
@@ -163,8 +163,8 @@ TOKEN = 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4  # bytes of a token's cache
 
 
 def test_generate_refuses_what_it_cannot_do_and_what_does_not_fit_beforehand(said):
-    for words, options in REFUSED.items():
-        assert words in said("generate", options, code=1)[1]
+    for words, flags in REFUSED.items():
+        assert words in said("generate", flags, code=1)[1]
     room = WEIGHTS + 100 * TOKEN
     options = ["--prompt", "ab", "--memory", str(room), "--max-new-tokens"]
     assert "give at most 100 tokens, with the completion" in said("generate", [*options, "99"], code=1)[1]
