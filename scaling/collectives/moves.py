@@ -246,13 +246,16 @@ def _start_exchange_ragged(x: Tensor, op: Op, via: InGraph, out: Tensor | None) 
 
 
 def _start_broadcast(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    works, total = via.total(x if op.at_root else torch.zeros_like(x), op, None)
-    return works, lambda: total
+    from_root, to_all = _between_root_and_all(op)
+    copies = x.expand(op.size if op.at_root else 0, *x.shape)
+    works, received = via.exchange(copies.contiguous(), op, to_all, from_root)
+    return works, lambda: received[0]
 
 
 def _start_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    works, finish = _start_all_reduce(x, op, via, None)
-    return works, lambda: finish() if op.at_root else torch.zeros_like(finish())
+    to_root, from_all = _between_root_and_all(op)
+    works, received = via.exchange(x[None], op, to_root, from_all)
+    return works, lambda: combine_parts(received, op.by, None, 0) if op.at_root else torch.zeros_like(x)
 
 
 def _start_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:

@@ -195,6 +195,8 @@ def test_values_and_derivatives(ranks, sizes, every):
         for what, name in [(kind, name) for kind in wanted for name in wanted[kind]]:
             said = lambda text, what=f"{what} of {name}": f"{what}: {text}"  # noqa: E731
             torch.testing.assert_close(found[what][name], wanted[what][name][block], rtol=1e-12, atol=1e-12, msg=said)
+        sent, got = (values["value"]["broadcast"].signbit() for values in (wanted, found))  # -0.0 stays -0.0
+        assert torch.equal(got, sent[block])
 
 
 @pytest.mark.parametrize(("mesh", "order"), [({"X": 1}, "X"), ({"X": 2}, "X"), ({"X": 2, "Y": 2}, "YX")])
