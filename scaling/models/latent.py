@@ -119,8 +119,9 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
     mesh, rank = at.mesh, at.config.latent.kv_rank
     dW: dict[str, Any] = {}
-    s = attend_latents(W, s, at)
-    dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
+    coming = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh, async_op=True)  # critical
+    s = attend_latents(W, s, at)  # what was not kept
+    dAttn = wait(coming)
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dKV, dK_R = s["attend_vjp"](dO)  # dK_R[B_PXE, T_C, rope] {U_Y}: of this rank's heads
     dC_Q = at.einsum("dQ[B_PXE, T_C, N_Y, A] * W_UQ[R, N_Y, A] -> dC_Q[B_PXE, T_C, R] {U_Y}", dQ, W["W_UQ"])

@@ -152,9 +152,10 @@ def state_before(rule: tuple[Tensor, ...], starts: Tensor | None, mesh: Any) -> 
 
 def linear_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW). The values `s` have y[B_PXE, T_C, D]."""
-    mesh, s = at.mesh, attend_linear(W, s, at)
-    starts = None if at.places is None else at.places == 0
-    dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
+    mesh, starts = at.mesh, None if at.places is None else at.places == 0
+    coming = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh, async_op=True)  # critical
+    s = attend_linear(W, s, at)  # what was not kept
+    dAttn = wait(coming)
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[n_Y, v, D] -> dO[B_PXE, T_C, n_Y, v]", dAttn, W["W_O"])
     dHeads, dZ, dgain = s["norm_vjp"](dO)  # dgain[v] {U_PXECY}
     dHeads = dHeads.to(s["S"].dtype)

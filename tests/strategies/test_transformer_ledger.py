@@ -131,6 +131,14 @@ def products_behind(events, op):
     ]
 
 
+def test_a_cotangent_is_gathered_while_an_mlp_is_computed_again():
+    """Over Y, behind its two products; without recomputation there is nothing else to do."""
+    for remat, hidden in (("none", 0), ("block", 2)):
+        events = traced(PLAIN, {"Y": 2}, remat=remat).events
+        some = [e for e in events if e.op == "Einsum" or str(e.after).startswith("dOut[")]
+        assert products_behind(some, "AllGather") == [hidden] * PLAIN.L
+
+
 def test_tokens_are_routed_once():
     """How many rows, the rows, and back; their cotangents there and back. While rows go back and while their cotangents
     come, the shared expert is computed (3 products, and 6 backward), and while the cotangents go back, the gradients of

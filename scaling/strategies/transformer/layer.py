@@ -9,9 +9,10 @@ gathered over X. Axes that the mesh lacks drop out.
 
 Backward: every line is the transpose of one of the forward, from the last to the first, by the law of cotangents. A
 product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait. Here dW is computed
-while the ReduceScatter of dy is in flight. Weight gradients are left unreduced over the tokens' axes. Autograd
-differentiates three things without a weight matrix: softmax attention (`attend_vjp`), the mixing and the norm of a
-linear layer (`mix_vjp`, `norm_vjp`), and the weights of the chosen experts.
+while the ReduceScatter of dy is in flight, and what was not kept is computed again while the AllGather of dOut is.
+Weight gradients are left unreduced over the tokens' axes. Autograd differentiates three things without a weight
+matrix: softmax attention (`attend_vjp`), the mixing and the norm of a linear layer (`mix_vjp`, `norm_vjp`), and the
+weights of the chosen experts.
 
 The backward reads `saved`, two dicts of named values: one of attention, one of the MLP or the experts.
 Rematerialization (Part 4, "Gradient checkpointing") is a set of names that are not kept; the same lines then compute
@@ -171,9 +172,10 @@ def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
 def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
     mesh, own = at.mesh, seen_heads(W, at)
-    s = attend_heads(own, normed_stream(s, s["x"], W, "norm_attn", at), at)
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
-    dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
+    coming = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh, async_op=True)  # critical
+    s = attend_heads(own, normed_stream(s, s["x"], W, "norm_attn", at), at)  # what was not kept
+    dAttn = wait(coming)
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dleaves, dQ, dK, dV, *dG = s["attend_vjp"](dO)
     for name, d in dleaves.items():
@@ -212,9 +214,10 @@ def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
 def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW)."""
     mesh, (_, act_vjp) = at.mesh, FUNCTIONS[at.config.nonlinearity]
-    s = activate_features(W, normed_stream(s, s["mid"], W, "norm_mlp", at), at)
     dW: dict[str, Any] = {"b_out": dOut.sum((0, 1))} if "b_out" in W else {}
-    dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
+    coming = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh, async_op=True)  # critical
+    s = activate_features(W, normed_stream(s, s["mid"], W, "norm_mlp", at), at)  # what was not kept
+    dOut = wait(coming)
     dAct = at.einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
     if "alpha_p" in W:
         dTmp, dW["alpha_p"], dW["alpha_n"] = act_vjp(dAct, s["Tmp"], W["alpha_p"], W["alpha_n"])
