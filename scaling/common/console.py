@@ -21,7 +21,6 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import partial, wraps
 from itertools import zip_longest
 from pathlib import Path
@@ -120,33 +119,23 @@ class Parser(argparse.ArgumentParser):
 
 def integer(least: int = 0, most: int = LARGEST) -> Callable[[str], int]:
     """Return a type for argparse: an int from `least` to `most`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text) if len(text) <= 25 else None
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            high = value is not None and value > most
-            bounds = f"from {least} to {most}" if high or most != LARGEST else f"of at least {least}"
-            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a whole number {bounds}")
-        return value
-
-    return read
+    return number(least, most, int)
 
 
 def number(least: float = 0.0, most: float = HIGHEST, kind: Callable = float) -> Callable:
     """Return a type for argparse: a number from `least` to `most`, as a float or, say, a Fraction."""
+    what, shown = ("whole number", str) if kind is int else ("number", "{:g}".format)
 
     def read(text: str):
         try:
-            value = kind(text) if len(text) <= 25 and least <= float(Fraction(text)) <= most else None
+            value = kind(text) if len(text) <= 25 else None
         except (ValueError, ZeroDivisionError, OverflowError):
             value = None
-        if value is None:
-            low = "above 0" if 0 < least < 1e-3 else f"of at least {least:g}"
-            bounds = f"from {least:g} to {most:g}" if most != HIGHEST else low
-            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a number {bounds}")
+        if value is None or not least <= value <= most:
+            bounds = "above 0" if 0 < least < 1e-3 else f"of at least {shown(least)}"
+            if most not in (LARGEST, HIGHEST) or (value is not None and value > most):
+                bounds = f"from {shown(least)} to {shown(most)}"
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a {what} {bounds}")
         return value
 
     return read
