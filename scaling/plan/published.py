@@ -7,7 +7,6 @@ class, a publication, or a whole class is left out, its forecasts are corrected 
 such chips, and the remaining errors are reported.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -203,37 +202,24 @@ def table(rows: list[Beside]) -> str:
     return folded(lines)
 
 
-def as_dict(row: Beside) -> dict:
-    """Return a row as data, in tokens/s per chip."""
-    return {
-        "run": row.run.name, "chip": row.run.chip.name, "chips": row.run.chips, "mesh": dict(row.run.mesh),
-        "recipe": row.own.layout.recipe, "measured": row.run.measured, "forecast": row.rate(row.own),
-        "error": row.error, "best": row.best.name, "best_recipe": row.best.layout.recipe,
-        "best_forecast": row.rate(row.best), "gain": row.gain, "wanting": row.run.wanting,
-        "gave": row.run.gave, "source": row.run.source,
-    }  # fmt: skip
-
-
-def chosen_rows(arguments: list[str], prog: str, about: str, found: Sequence[tuple[str, Any]]) -> tuple[list, bool]:
-    """Return the values of `found` whose names contain `--only`, and whether to print JSON; ValueError if none does."""
+def chosen_rows(arguments: list[str], prog: str, about: str, found: Sequence[tuple[str, Any]]) -> list:
+    """Return the values of `found` whose names contain `--only`; ValueError if none does."""
     parser = Parser(prog=f"python -m scaling.plan {prog}", description=about.partition("\n")[0])
     parser.add_argument("--only", default="", help="those whose name contains this")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(arguments)
     kept = [value for name, value in found if args.only.lower() in name.lower()]
     if not kept:
         names = ", ".join(dict.fromkeys(name.partition(",")[0] for name, _ in found))
         raise ValueError(f"nothing is called {args.only!r}\n  fix: choose among {names}")
-    return kept, args.json
+    return kept
 
 
 @complaining(ValueError, code=2)
 def main(arguments: list[str]) -> int:
     """Print the comparison; return the exit status, 1 if a difference is not explained."""
     runs = [(run.where, run) for run in published_runs()]
-    wanted, as_json = chosen_rows(arguments, "published", __doc__ or "", runs)
-    rows = [beside_planner(run) for run in wanted]
-    print(json.dumps([as_dict(row) for row in rows], indent=1) if as_json else table(rows))
+    rows = [beside_planner(run) for run in chosen_rows(arguments, "published", __doc__ or "", runs)]
+    print(table(rows))
     unsaid = [row for row in rows if (row.gain > BETTER and not row.run.gave)]
     unsaid += [row for row in rows if row.run.compared and abs(row.error) > BETTER and not row.run.wanting]
     for row in unsaid:

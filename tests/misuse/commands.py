@@ -55,7 +55,7 @@ COMMANDS = {  # name: (module, arguments that are right and soon done)
     "plan": ("plan.__main__", "--model llama3-8b --chip v5e --chips 16 --batch 1M"),
     "plan guide": ("plan.guide", "--model llama3-8b --gpu h100"),
     "plan published": ("plan.published", "--only llama"),
-    "plan serve": ("plan.serve.command", "--model llama3-8b --chip v5e --context 2048 --most 4"),
+    "plan serve": ("plan.serve.command", "--model llama3-8b --chip v5e --context 2048 --chips 4"),
     "plan serve published": ("plan.serve.published", "--only v5e"),
     "measure": ("measure.command", "--chip machine.toml --no-check"),
     "measure network": ("measure.network", "--repeats 1"),

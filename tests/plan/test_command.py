@@ -98,7 +98,7 @@ guide --model llama3-70b --gpu 4090 --gpus 2  1 Nothing fits | QLoRA | on 4 chip
 guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768  0 DDP 16384 1 96.4 GB
 guide --model llama3-8b --gpu h100 --gpus 64 --sequences 8  0 8 sequences of 2,048 a step
 guide --model llama3-8b --gpu v5p  2 --model llama3-8b --chip v5p --chips 1
-serve --model llama3-70b --chip v5e --context 8192 --chips 16 --pareto
+serve --model llama3-70b --chip v5e --context 8192 --chips 16
     0 Take: | 4x4, 16 chips | no wraparound | KV cache int8 | Binds: | prefill servers | Others, as forecast:
     | What would change the most tokens | Latency against throughput, as forecast (balanced: | with weights alone
 serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --rate 4 --requests 8 --policy interleaved
@@ -222,7 +222,7 @@ def test_reasons_as_json_and_one_layer_drawn(capsys, tmp_path):
     assert ET.parse(tmp_path / "layer.svg").getroot().tag.endswith("svg")
 
 
-def test_a_plan_of_serving_and_what_is_published_as_json(capsys):
+def test_a_plan_of_serving_as_json(capsys):
     got = as_json(capsys, f"{SERVE} --chips 8 --batch 32 --headroom 1 --form heads")["best"]
     assert (got["batch"], got["chips"], got["mesh"]) == (32, 8, {"Y": 8})
     assert got["step_seconds"] == pytest.approx(
@@ -232,10 +232,6 @@ def test_a_plan_of_serving_and_what_is_published_as_json(capsys):
     simulated = as_json(capsys, LOAD)["simulated"]
     assert simulated["ttft_p50"] <= simulated["ttft_p95"]
     assert simulated["requests"] == 8
-    (row,) = as_json(capsys, "published --only 8x7B,")
-    assert row["mesh"] == {"pipe": 4, "data": 2, "expert": 8}
-    rows = as_json(capsys, "serve published --only int4")
-    assert [row["model"] for row in rows] == ["llama2-7b", "llama2-70b", "llama2-70b"]
 
 
 def test_the_ladder_is_climbed_as_the_model_grows():

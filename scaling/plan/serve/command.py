@@ -5,7 +5,7 @@ import math
 import sys
 from dataclasses import replace
 
-from scaling.common.console import SEEDS, Parser, chip_count, complain, complaining, integer, number, whole_count
+from scaling.common.console import Parser, chip_count, complain, complaining, integer, number, whole_count
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost import decoding, serving
@@ -20,6 +20,7 @@ from scaling.serve.states import POLICIES
 from scaling.spec import ShardingError, dtype_bytes
 
 STORED = ("bf16", "int8", "fp8", "int4", "fp4")
+MOST = 256  # chips of the largest slice that is tried if no number is given
 CONTEXT = 8192  # tokens of a sequence if no length is given
 
 
@@ -43,7 +44,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "--replicas", type=integer(1), help="number of instances that share the chips (default: the best)"
     )
-    parser.add_argument("--most", type=integer(1), default=256, help="chips of the largest slice tried (default 256)")
     parser.add_argument(
         "--context", type=whole_count, help=f"tokens per sequence, prompt and output (default: their sum, or {CONTEXT})"
     )
@@ -70,9 +70,6 @@ def _parser() -> Parser:
     )
     parser.add_argument("--price", type=number(1e-6), help="dollars per chip-hour (default: the book's, if it has one)")
     parser.add_argument("--top", type=integer(), default=5, help="how many other plans to show (default 5)")
-    parser.add_argument(
-        "--pareto", action="store_true", help="also print the Pareto frontier of latency and throughput"
-    )
     parser.add_argument("--rate", type=number(1e-6), help="also simulate requests that arrive at this rate, per second")
     parser.add_argument(
         "--policy", choices=POLICIES, default="chunked", help="batching policy of the simulation (default chunked)"
@@ -80,7 +77,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "--requests", type=integer(1, 10_000), default=64, help="number of requests to simulate (default 64)"
     )
-    parser.add_argument("--seed", type=integer(0, SEEDS), default=0, help="seed of the requests' arrivals (default 0)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
 
@@ -158,7 +154,7 @@ def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
     asked, hardware = service(args), chip(args.chip)
     hardware.flops(asked.compute)
-    fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
+    fixed = {"chips": args.chips, "most": max(MOST, args.chips or 1), "form": args.form, "batch": args.batch}
     fixed["replicas"] = args.replicas
     found = plans(asked, hardware, **fixed)
     if waiting := args.batch if args.batch and not found else 0:  # the requests that do not fit wait in a queue
@@ -175,7 +171,7 @@ def main(arguments: list[str]) -> int:
         return 1
     served, best = None, report.recommended(found, args.batch)
     if args.rate:
-        served = traces.under_load(best, rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
+        served = traces.under_load(best, rate=args.rate, policy=args.policy, count=args.requests)
     if args.json:
         out = {
             "model": asked.config.name,
@@ -189,7 +185,6 @@ def main(arguments: list[str]) -> int:
         out |= {"goals": [report.goal_dict(one) for one in goals]} if goals else {}
         out |= {"waiting": waiting - found[0].batch} if waiting else {}
         out["tradeoff"] = {name: report.as_dict(one) for name, one in report.tradeoff(found).items()}
-        out |= {"pareto": [report.as_dict(one) for one in report.front(found)]} if args.pareto else {}
         out |= {"simulated": traces.as_dict(served, args.rate, args.policy)} if served else {}
         print(json.dumps(out, indent=1))
         return 0
@@ -198,9 +193,6 @@ def main(arguments: list[str]) -> int:
     if not args.context and not args.prompt:
         print(f"Counted with {asked.context:,} tokens a sequence; give --context, or --prompt and --output.\n")
     print(report.goals_text(goals) + report.text(found, best, args.top, args.price, **fixed))
-    if args.pareto:
-        price = args.price or hardware.price
-        print("\nLatency against throughput, as forecast:\n" + report.plan_table(report.front(found), price))
     if served:
         print("\n" + traces.text(best, served, args.rate, args.policy))
     return 0

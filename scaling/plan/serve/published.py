@@ -5,7 +5,6 @@ step is explained by three causes, none of them fitted to a row: memory that is 
 its source), the collectives if nothing hides them, and a remainder, which is negative if collectives are hidden.
 """
 
-import json
 import statistics
 import tomllib
 from collections.abc import Iterator
@@ -131,24 +130,13 @@ def table(groups: list[dict]) -> str:
     return folded(lines)
 
 
-def as_dict(one: PublishedStep) -> dict:
-    """Return a row as data, in seconds."""
-    return {
-        "group": one.group, "model": one.config.name, "chip": one.chip.name, "chips": one.chips * one.replicas,
-        "replicas": one.replicas, "weights": one.weights, "kv": one.kv, "batch": one.batch, "context": one.context,
-        "tokens_per_second_per_request": one.rate, "measured": one.seconds, "bound": one.bound,
-        "share": one.bound / one.seconds, "memory": one.slower, "collectives": one.step.comms, "rest": one.rest,
-    }  # fmt: skip
-
-
 @complaining(ValueError, code=2)
 def main(arguments: list[str]) -> int:
     """Print the published figures; return the exit status, 1 if one beats its bound."""
     named_groups = [(group["name"], group) for group in data()["group"]]
-    groups, as_json = chosen_rows(arguments, "serve published", __doc__ or "", named_groups)
-    found = [one for group in groups for one in measured_steps(group)]
-    print(json.dumps([as_dict(one) for one in found], indent=1) if as_json else table(groups))
-    beaten = [one for one in found if one.seconds < one.bound]
+    groups = chosen_rows(arguments, "serve published", __doc__ or "", named_groups)
+    print(table(groups))
+    beaten = [one for group in groups for one in measured_steps(group) if one.seconds < one.bound]
     for one in beaten:
         complain(f"{one.group}: {one.config.name}, batch {one.batch}: beats its bound")
     return int(bool(beaten))
