@@ -2,8 +2,12 @@
 
 It is read as published (`rope_theta`, `rope_scaling`) and as transformers 5 writes it (`rope_parameters`). The keys
 that each class reads, and their defaults, are in `model_types`. A model of another type is only counted, and its
-features that no code here computes are listed in `uncomputed`. Coefficients of auxiliary losses are left out, since
-they weigh a different loss, over the routers of all layers together.
+features that no code here computes are listed in `uncomputed`.
+
+With `output_router_logits`, transformers adds `router_aux_loss_coef` times E sum over experts of n P to the loss: n is
+the mean number of tokens' choices and P the mean score of an expert, over the routers of all layers together. Of one
+layer this is k times `models.moe.balance_loss`, so `aux_coef` is the coefficient times k. Of several layers it has
+other gradients than a sum of the layers' own losses, so `aux_coef` is 0, and training asks for it.
 """
 
 import math
@@ -88,6 +92,11 @@ PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pa
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
 CHUNKS = {"full_attention", "chunked_attention"}  # the types that are computed in a class with chunks
 LINEAR_TYPES = {"linear_attention", "full_attention"}  # the types that are computed in a class with linear layers
+# The types whose class in transformers adds a loss of the routers, and the default of its coefficient:
+BALANCED: dict[str, float] = dict.fromkeys(
+    ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "granitemoe", "gpt_oss"), 0.001
+)
+BALANCED |= {"olmoe": 0.01}
 ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
 
 
@@ -138,8 +147,26 @@ def read_config(table: dict) -> dict:
         found["unrotated"] = tuple(l for l, window in enumerate(windows) if window is None)
     if name == "stablelm" and found["parallel"]:
         found["norms"] = "shared"
+    if (weight := router_weight(table)) and L - len(found.get("dense_layers", ())) == 1:
+        found["aux_coef"] = weight * found["k"]
     found["max_positions"] = read.get("n_positions") or table.get("max_position_embeddings") or 0
     return found | {"uncomputed": tuple(uncomputed)}
+
+
+def router_weight(table: dict) -> float:
+    """Return the coefficient by which transformers adds the routers' loss in training; 0 if it does not add it.
+
+    Raises:
+        ValueError: A value has the wrong type.
+    """
+    table = table.get("text_config") or table
+    added, default = table.get("output_router_logits"), BALANCED.get(table.get("model_type") or "")
+    of_type("output_router_logits", added, bool, NoneType)
+    if not added or default is None:
+        return 0.0
+    weight = table.get("router_aux_loss_coef", default)
+    of_type("router_aux_loss_coef", weight, int, float)
+    return float(weight)
 
 
 def check_types(read: dict, kind: ModelType) -> None:

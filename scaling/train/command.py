@@ -31,7 +31,13 @@ from scaling.train import compare, corpus, dry, evaluate, export, flight
 from scaling.train.documents import add_options, check_options
 from scaling.train.folder import prepared
 from scaling.train.loop import run
-from scaling.train.origin import config_and_weights, end_for, tokenizer_for, weights_to_begin_with
+from scaling.train.origin import (
+    config_and_weights,
+    end_for,
+    tokenizer_for,
+    weights_to_begin_with,
+    with_losses_of_experts,
+)
 from scaling.train.progress import describe
 from scaling.train.settings import Settings, add_flags
 from scaling.train.step import check_compiled, held_types, options_of_adapters
@@ -70,6 +76,14 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--dropout", type=number(0, 0.999), help="dropout rate of each block's output (default: the model's)"
     )
+    parser.add_argument(
+        "--aux-coef", type=number(0, 1e3),
+        help="weight of the loss that evens out each layer's load of experts, 1 where even (default: the model's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--z-coef", type=number(0, 1e3),
+        help="weight of the loss that keeps each router's logits small (default: the model's)",
+    )  # fmt: skip
     parser.add_argument("--unchecked", action="store_true", help="do not compare the ranks' collectives")
     parser.add_argument("--dry-run", action="store_true", help="count bytes, FLOPs and memory on an abstract mesh")
     options, flags = {action.dest: action for action in parser._actions}, []
@@ -119,6 +133,7 @@ def main(argv=None) -> int:
     args.model = weights or args.model  # a model of the hub or of a GGUF file has been written into a folder
     own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
     config = config if args.dropout is None else config.with_(dropout=args.dropout)
+    config = with_losses_of_experts(config, args.model, aux_coef=args.aux_coef, z_coef=args.z_coef)
     weights = "" if args.from_scratch else weights_to_begin_with(args.out, args.weights, weights)
     if not args.dry_run:
         resumed = Path(args.out) if args.resume and (Path(args.out) / RUN).is_file() else None
@@ -136,7 +151,8 @@ def main(argv=None) -> int:
     if (world := world_size()) > 1:
         sizes = shrink_mesh(declared, world)
     asked, settings = settings, with_more_microbatches(settings, declared, sizes)
-    if first_rank() and (note := loss_note(asked, settings)):
+    unbalanced = unbalanced_note(settings) if args.aux_coef is None else ""
+    for note in filter(None, (loss_note(asked, settings), unbalanced) if first_rank() else ()):
         print(f"warning: {note}", file=sys.stderr, flush=True)
     held_types(settings, AbstractMesh(sizes))  # for its refusals
     check_compiled(settings, sizes)
@@ -236,6 +252,17 @@ def with_more_microbatches(settings: Settings, sizes: Mapping[str, int], on: Map
     """Return the settings with the microbatches multiplied by the factor by which P and X shrank."""
     more = prod(sizes.get(axis, 1) // on.get(axis, 1) for axis in GIVE)
     return replace(settings, microbatches=settings.microbatches * more)
+
+
+def unbalanced_note(settings: Settings) -> str:
+    """Return a warning if routers are trained and nothing evens out their experts' load, or "" otherwise."""
+    config = settings.model
+    if not config.moe or config.routing == "sigmoid" or config.aux_coef or config.z_coef or settings.lora:
+        return ""
+    return (
+        f"nothing evens out the load of {config.name}'s experts, so few of them may come to do all the work"
+        "\n  fix: give --aux-coef, such as 0.01, and --z-coef, such as 0.001; or --aux-coef 0, if it is meant"
+    )
 
 
 def loss_note(before: Settings, after: Settings) -> str:

@@ -19,7 +19,14 @@ from scaling.train.durable import LATEST, stray_files, write_atomically
 from scaling.train.loop import STOP
 from scaling.train.origin import keep_origin
 from scaling.train.progress import METRICS, NORMS
-from scaling.train.record import check_options_kept, check_unchanged, first_readable_record, record_of, resumable_steps
+from scaling.train.record import (
+    OF_MODEL,
+    check_options_kept,
+    check_unchanged,
+    first_readable_record,
+    record_of,
+    resumable_steps,
+)
 from scaling.train.settings import Settings
 
 NOT_KEPT = ("model", "weights", "resume", "new_data", "step", "out")  # run.toml has these in another form, or not
@@ -122,7 +129,8 @@ def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int
         (out / STOP).unlink(missing_ok=True)
     flight.keep_earlier(out)
     kept = {k: v for k, v in asdict(settings).items() if k not in NOT_KEPT and v is not None}  # TOML has no null
-    kept |= {"mesh": mesh, "dropout": settings.model.dropout} | keep_origin(out, model, settings)
+    kept |= {name: getattr(settings.model, name) for name in OF_MODEL}
+    kept |= {"mesh": mesh} | keep_origin(out, model, settings)
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(kept.items())]
     write_atomically(out / RUN, "".join(lines))  # atomic, because ranks that start later may be reading it
 

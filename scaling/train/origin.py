@@ -14,6 +14,7 @@ from typing import Any
 from scaling.common.arguments import of_type, read_table
 from scaling.common.torchrun import first_rank
 from scaling.configs import Config, get, source_of
+from scaling.configs.hugging_face import router_weight
 from scaling.configs.sources import COMPANIONS, CONFIGS, MODEL, RUN, TEMPLATES
 from scaling.models.text import (
     BYTES,
@@ -66,6 +67,27 @@ def config_and_weights(model: str, sizes_only: bool = False) -> tuple[Config, st
             f"that python -m scaling.train export {model} --out FOLDER writes"
         )
     return source.config, source.folder
+
+
+def with_losses_of_experts(config: Config, model: str, **given: float | None) -> Config:
+    """Return the config with the weights `aux_coef` and `z_coef` of its experts' losses that were given.
+
+    Raises:
+        ValueError: The model has no experts; or none is given for the first, and the model's config.json asks for the
+            loss of transformers, which is not computed for several layers with experts.
+    """
+    if wrong := [f"--{name.replace('_', '-')}" for name, weight in given.items() if weight and not config.moe]:
+        raise ValueError(f"{wrong[0]}: {config.name} has no experts\n  fix: leave it out")
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    weight = router_weight(read_table(path)) if path.suffix == ".json" and path.is_file() else 0.0
+    if weight and given["aux_coef"] is None and not config.aux_coef and config.moe:
+        near = weight * config.k / (config.L - len(config.dense))
+        raise ValueError(
+            f"{path}: output_router_logits asks for {weight:g} times transformers' loss of all layers' routers together"
+            "\n  rule: here each layer has a loss of its own, which has other gradients"
+            f"\n  fix: give --aux-coef {near:.3g}, which is as much where the load is even, or --aux-coef 0"
+        )
+    return config.with_(**{name: weight for name, weight in given.items() if weight is not None})
 
 
 def weights_to_begin_with(out: str, own: "str | None", given: str) -> str:

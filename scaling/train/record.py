@@ -36,6 +36,7 @@ SHOWN = 4  # differing files that an error names
 FIXED = ("dtype", "eos_id", "lora", "lora_alpha", "lora_on", "no_bos", "no_template", "optimizer", "seed", "seq")
 # The options that may change at any step:
 FREE = ("batch", "clip", "decay_steps", "lr", "schedule", "steps", "warmup", "weight_decay")
+OF_MODEL = ("aux_coef", "dropout", "z_coef")  # fields of the model's config that may change at any step
 KEPT = ("base model", "chat template", "tokenizer")  # other entries of the record that a run keeps to its end
 SCHEDULE = ("decay_steps", "lr", "schedule", "warmup")  # the options that, with steps, give the learning rate
 
@@ -43,7 +44,8 @@ SCHEDULE = ("decay_steps", "lr", "schedule", "warmup")  # the options that, with
 def record_of(settings: Settings) -> dict[str, Any]:
     """Return the record that a run with these settings stores in its checkpoints, as JSON would return it."""
     by, options = tokenizer_in(settings), {name: getattr(settings, name) for name in (*FIXED, *FREE)}
-    options |= {"dropout": settings.model.dropout, "eos_id": chosen_end(by, settings.eos_id)}
+    options |= {name: getattr(settings.model, name) for name in OF_MODEL}
+    options |= {"eos_id": chosen_end(by, settings.eos_id)}
     found = {"options": options, "model": _sizes(settings.model), "tokenizer": by.identity}
     found["data"] = fingerprint(weighted_paths(settings.data), by)
     if settings.adapters and settings.weights:
@@ -102,9 +104,9 @@ def first_readable_record(out: Path, steps: Sequence[int]) -> tuple[int | None, 
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    """Return the fields of a config that identify a model: all that are compared, except its names and dropout."""
+    """Return the fields of a config that identify a model: all that are compared, except names and OF_MODEL."""
     compared = [field.name for field in fields(config) if field.compare]
-    return {name: asdict(config)[name] for name in compared if name not in ("name", "source", "dropout")}
+    return {name: asdict(config)[name] for name in compared if name not in ("name", "source", *OF_MODEL)}
 
 
 def check_options_kept(out: Path, before: Mapping[str, Any]) -> None:
@@ -154,8 +156,8 @@ def begins_new_data(settings: Settings, before: Mapping[str, Any], now: Mapping[
 
 
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the options in FREE and the dropout that have changed since a checkpoint; return "" if none has."""
-    found = _changed(before, now, (*FREE, "dropout"))
+    """Describe the options in FREE and OF_MODEL that have changed since a checkpoint; return "" if none has."""
+    found = _changed(before, now, (*FREE, *OF_MODEL))
     return ", ".join(f"{_flag(name)} {given}, not {then}" for name, then, given in found)
 
 

@@ -15,7 +15,9 @@ from torch.func import vjp
 
 from scaling import tree
 from scaling.configs import Config
-from scaling.models import moe
+from scaling.configs.hugging_face import BALANCED, read_config, router_weight
+from scaling.configs.model_types import KINDS
+from scaling.models import hf, moe, transformer
 
 SIZES: dict[str, Any] = {"L": 1, "D": 6, "F": 10, "N": 2, "K": 1, "H": 4, "V": 7}
 MIXTRAL = Config("mixtral", **SIZES, E=5, k=2)
@@ -140,3 +142,53 @@ def test_ties_go_to_the_lower_expert_and_a_bias_to_those_that_few_choose():
     assert choose(torch.zeros(1, 33), router, bias=bias).tolist() == [[7, 9, 0]]
     # a bias goes up where fewer than the mean came
     assert moe.update_bias(torch.zeros(3), torch.tensor([1, 2, 3]), 0.5).tolist() == [0.5, 0.0, -0.5]
+
+
+COUNTS = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "head_dim": 8, "sliding_window": 4}
+COUNTS |= {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+@pytest.mark.parametrize("name", [name for name in BALANCED if name != "qwen3_next"])  # which has no single layer
+def test_of_one_layer_the_loss_of_the_routers_is_transformers_and_of_several_it_is_left_out(name, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="compares with it: pip install transformers")
+    model = getattr(transformers, KINDS[name].architecture)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4}
+    asked = {"num_key_value_heads": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+    known = {key: value for key, value in COUNTS.items() if key in KINDS[name].keys}
+    L = 1 + ("mlp_only_layers" in known)
+    config = model.config_class(**sizes, **asked, **known, num_hidden_layers=L)
+    config._experts_implementation = config._attn_implementation = "eager"
+    theirs = model(config).double()
+    names = ("mlp.gate.weight", "router.weight", "_moe.gate.weight", "router.layer.weight")
+    (router,) = [param for where, param in theirs.named_parameters() if where.endswith(names)]
+    with torch.no_grad():
+        router.mul_(20)
+    theirs.save_pretrained(tmp_path)
+    ours, params = hf.load(tmp_path, torch.float64)
+    tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = theirs(tokens, labels=tokens)
+    mine = params["layers"]["router"].requires_grad_()
+    losses = [transformer.loss(params, tokens, config=c, targets=tokens) for c in (ours, ours.with_(aux_coef=0.0))]
+    added = losses[0] - losses[1]
+    torch.testing.assert_close(added, 0.3 * found.aux_loss, rtol=1e-6, atol=0, check_dtype=False)
+    (wanted,) = torch.autograd.grad(0.3 * found.aux_loss, router)
+    (got,) = torch.autograd.grad(added, mine)
+    torch.testing.assert_close(got[0].T, wanted, rtol=1e-5, atol=1e-6)
+    table = config.to_dict() | {"num_hidden_layers": L + 1, "layer_types": None}
+    assert (router_weight(table), Config("m", **read_config(table)).aux_coef) == (0.3, 0)
+    assert router_weight(table | {"output_router_logits": False}) == 0
+
+
+def test_the_classes_that_balance_and_their_coefficients_are_transformers():
+    transformers = pytest.importorskip("transformers", reason="compares with it: pip install transformers")
+    configs = {
+        name: getattr(transformers, kind.architecture).config_class()
+        for name, kind in KINDS.items()
+        if kind.architecture
+    }
+    found = {
+        name: config.router_aux_loss_coef for name, config in configs.items() if hasattr(config, "router_aux_loss_coef")
+    }
+    assert found.pop("llama4_text")  # which its class ignores
+    assert found == BALANCED

@@ -312,3 +312,30 @@ def test_text_that_was_held_out_is_not_trained_on_later():
     assert sorted(later.numbers(numpy.arange(later.sequences))) == [*later.places]
     assert {*range(950), *range(1010, 1050)} <= {*epoch}
     assert cut([7, *range(1110)], held)[2] == 2
+
+
+def test_losses_of_experts_are_asked_for_by_flags_that_a_run_keeps(monkeypatch, capsys):
+    """Transformers' own, over all layers' routers together, is refused where a config.json asks for it."""
+    started = []
+    monkeypatch.setattr(
+        command, "launch_training", lambda settings, *given: given[-1]() or started.append(settings.model)
+    )
+    write_text(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+    for name, more in {"two": {"output_router_logits": True}, "quiet": {}}.items():
+        table = {"model_type": "mixtral", "num_hidden_layers": 2} | sizes | more
+        Path(f"{name}.json").write_text(json.dumps(table))
+    begin = "--data text.txt --seq 4 --batch 2"
+    said = refusal(capsys, f"{begin} --model two.json")
+    assert "two.json: output_router_logits asks for 0.02 times transformers' loss" in said
+    assert "fix: give --aux-coef 0.02, which" in said
+    assert "--z-coef: tiny has no experts" in refusal(capsys, f"{begin} --z-coef 0.1")
+    train(f"{begin} --model two.json --aux-coef 0.02 --z-coef 0.003")
+    train("--resume --z-coef 0")
+    assert [(model.aux_coef, model.z_coef) for model in started] == [(0.02, 0.003), (0.02, 0)]
+    assert "warning" not in capsys.readouterr().err
+    train(f"{begin} --model quiet.json --out quiet")
+    assert "nothing evens out the load of quiet's experts" in capsys.readouterr().err
+    train(f"{begin} --model quiet.json --out meant --aux-coef 0")
+    assert capsys.readouterr().err == ""
