@@ -82,22 +82,18 @@ def main(argv=None) -> int:
     args = arguments(argv)
     config, weights = config_and_weights(args.model)
     folder = weights or args.model
-    by = (
-        tokenizer(args.tokenizer)
-        if args.tokenizer
-        else tokenizer_of(folder, config.V)
-        if weights
-        else tokenizer("bytes")
-    )
-    own = {name: getattr(args, name) for name in STEP}
-    own |= options_of_adapters(args.lora_from, config)
-    own |= {"lr": 0.0, "steps": 1, "save_every": 0} if args.check else {}
+    by = tokenizer(args.tokenizer or "bytes")
+    if weights and not args.tokenizer:
+        by = tokenizer_of(folder, config.V)
+    given = {name: getattr(args, name) for name in STEP}
+    given |= options_of_adapters(args.lora_from, config)
+    given |= {"lr": 0.0, "steps": 1, "save_every": 0} if args.check else {}
     end = chosen_end(by, args.eos_id)
     ends = ends_of(folder, by) if weights and args.eos_id is None else ()
     ends = ends or tuple(id for id in (end,) if id != NO_END)
     by_name = by.name if by.identity else ""
-    own |= {"batch": args.prompts_per_step * args.group, "weights": weights, "tokenizer": by_name, "eos_id": end}
-    settings = Settings(config, str(args.prompts), args.out, **own)
+    given |= {"batch": args.prompts_per_step * args.group, "weights": weights, "tokenizer": by_name, "eos_id": end}
+    settings = Settings(config, str(args.prompts), args.out, **given)
     clip = Clip(args.clip_low, args.clip_high, args.beta)
     asked = LoopOptions(
         parse_mesh(args.train_mesh), parse_mesh(args.serve_mesh), args.apart, args.group, args.max_new_tokens, ends,
@@ -105,12 +101,12 @@ def main(argv=None) -> int:
     )  # fmt: skip
     check_meshes(settings, asked)
     prompts, score = read_prompts(args.prompts, by, args.seq - args.max_new_tokens), reward_of(args.reward)
-    told = {name: value for name, value in vars(args).items() if name not in FREE}
+    kept = {name: value for name, value in vars(args).items() if name not in FREE}
     files = {
         name: blake2b(Path(path).read_bytes()).hexdigest()
         for name, path in (("prompts", args.prompts), ("reward", asked.reward))
     }
-    made_with = {"posttrain": {name: str(value) for name, value in (told | files).items()}}
+    made_with = {"posttrain": {name: str(value) for name, value in (kept | files).items()}}
     train, serve = asked.ranks()
     world = {"W": max(train.stop, serve.stop)}
     out = Path(args.out)

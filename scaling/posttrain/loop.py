@@ -13,7 +13,7 @@ follows from the seed, the step and the answer's index, so all pairs of meshes g
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -192,22 +192,19 @@ def draw_answers(
         for token in tokens:
             drawn[token.row].append(token.id)
             logprobs[token.row].append(token.logprob)
-
-    def padded(parts: Iterable[tuple[list, list]], dtype: torch.dtype) -> Tensor:
-        whole = [[*first, *second] for first, second in parts]
-        length, device = settings.seq + 1, meshes.serve.device
-        return torch.tensor([[*row, *[0] * (length - len(row))] for row in whole], dtype=dtype, device=device)
-
-    ids = padded(zip(texts, drawn, strict=True), torch.int64)
-    zeros = [[0] * len(text) for text in texts]
-    old = padded(zip(zeros, logprobs, strict=True), torch.float64)
-    mask = padded(zip(zeros, [[1] * len(own) for own in drawn], strict=True), torch.bool)
+    shape = len(rows), settings.seq + 1
+    ids, mask, old = (torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.float64))
+    for i, text in enumerate(texts):
+        answer = slice(len(text), len(text) + len(drawn[i]))
+        ids[i, : answer.stop] = torch.tensor([*text, *drawn[i]])
+        old[i, answer] = torch.tensor(logprobs[i], dtype=torch.float64)
+        mask[i, answer] = True
     found = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": mask[:, 1:], "old": old[:, 1:]}
-    found["version"] = torch.tensor(version, device=ids.device)
+    found["version"] = torch.tensor(version)
     if meshes.judge.member:
         rewards = score_answers(score, rows, [*map(by.decode, drawn)], asked.seconds, Path(asked.reward))
-        found["rewards"] = torch.tensor(rewards, dtype=torch.float64, device=ids.device)
-    return {name: x.contiguous() for name, x in found.items()}
+        found["rewards"] = torch.tensor(rewards, dtype=torch.float64)
+    return {name: x.contiguous().to(meshes.serve.device) for name, x in found.items()}
 
 
 def send_rollouts(made: dict[str, Tensor], meshes: Meshes, settings: Settings) -> Rollouts:

@@ -44,7 +44,7 @@ BUGS = (
             "    for pool in engine.model.pools.values():\n        pool.params = params\n"
             "    first = KEPT['first'] = KEPT.get('first', -len(rows)) + len(rows)\n",
         "[Request(row, tuple": "[Request(first + row, tuple",
-        "state, events = scheduler.initial(options)": "state, events = KEPT.get('state') or scheduler.initial(options)",
+        "failed = scheduler.initial(options)": "failed = KEPT.get('state') or scheduler.initial(options)",
         "        if not events:\n": "        if not events:\n            KEPT['state'] = state\n",
         "[(row, own.tokens, own.logits) for row,": "[(row - first, own.tokens, own.logits) for row,",
         "    size, ahead = page or S,": "    size, S, ahead = 1, 99,", "prefix=False": "prefix=True",
