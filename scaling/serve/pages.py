@@ -5,9 +5,10 @@ A page is free, held (by one request or more) or cached (in the trie, not held, 
     free + held + cached = total
 
 The trie's nodes are pages, and its edges the `size` tokens of a page: a node's parent holds the tokens before its own.
-A request that holds a page holds all its ancestors, so pages that are not held can be evicted from the leaves up.
+A request that holds a page holds all its ancestors, so the last holder of a page lets it go no later than its parent.
 """
 
+import itertools
 from collections.abc import Sequence
 from copy import copy
 from typing import Self
@@ -18,8 +19,8 @@ ROOT = -1
 class Pool:
     """A pool of `total` pages of `size` tokens, which its methods change; the scheduler's pure step works on a `copy`.
 
-    `prefix`: whether full pages stay in the trie for other requests. Ticks are the scheduler's steps, and say when a
-    page was last used. `windowed`: the pool of the layers with a window, if they keep only the pages within it.
+    `prefix`: whether full pages stay in the trie for other requests. `windowed`: the pool of the layers with a window,
+    if they keep only the pages within it.
     """
 
     def __init__(self, total: int, size: int, prefix: bool = True, windowed: "WindowPool | None" = None):
@@ -27,14 +28,14 @@ class Pool:
         self.free = list(range(total - 1, -1, -1))  # the next one to take is the last
         self.refs: dict[int, int] = {}  # held page -> holders
         self.children: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> page
-        self.edges: dict[int, tuple[int, tuple[int, ...], int]] = {}  # page in the trie -> (parent, tokens, depth)
-        self.used: dict[int, int] = {}  # page in the trie -> tick of its last use
+        self.edges: dict[int, tuple[int, tuple[int, ...]]] = {}  # page in the trie -> (parent, tokens)
+        self.unheld: dict[int, None] = {}  # cached pages, the least recently used first, and each before its parent
 
     def copy(self) -> Self:
         """Return a copy that shares nothing that changes."""
         new = copy(self)
         new.free, new.refs, new.children = self.free[:], self.refs.copy(), self.children.copy()
-        new.edges, new.used = self.edges.copy(), self.used.copy()
+        new.edges, new.unheld = self.edges.copy(), self.unheld.copy()
         new.windowed = self.windowed and self.windowed.copy()
         return new
 
@@ -50,7 +51,7 @@ class Pool:
     @property
     def cached(self) -> int:
         """The number of cached pages."""
-        return sum(page not in self.refs for page in self.edges)
+        return len(self.unheld)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Return the pages of the longest cached prefix of whole pages, which never covers all the tokens.
@@ -71,11 +72,11 @@ class Pool:
         """Return how many pages, free or cached, can be taken while the pages `besides` stay."""
         return len(self.free) + self.cached - sum(page not in self.refs for page in besides)
 
-    def hold(self, pages: Sequence[int], tick: int) -> None:
+    def hold(self, pages: Sequence[int]) -> None:
         """Add one holder to pages that have holders already or are in the trie."""
         for page in pages:
             self.refs[page] = self.refs.get(page, 0) + 1
-            self.used[page] = tick
+            self.unheld.pop(page, None)
 
     def take(self, count: int) -> list[int]:
         """Return pages for one holder, free ones first, then the least recently used; the caller has checked `room`."""
@@ -86,51 +87,46 @@ class Pool:
         return pages
 
     def _evict(self, count: int) -> None:
-        """Evict the least recently used pages from the trie.
-
-        A parent is used whenever its child is, and is less deep, so it is evicted later.
-        """
-        unheld = [page for page in self.edges if page not in self.refs]
-        unheld.sort(key=lambda page: (self.used[page], -self.edges[page][2]))
-        for page in unheld[:count]:
-            parent, tokens, _ = self.edges.pop(page)
-            del self.children[parent, tokens], self.used[page]
+        """Evict the least recently used pages from the trie."""
+        for page in [*itertools.islice(self.unheld, count)]:
+            del self.children[self.edges.pop(page)], self.unheld[page]
             self.free.append(page)
             if self.windowed:
                 self.windowed.forget(page)
 
-    def release(self, pages: Sequence[int], tick: int) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Drop one holder of each page; a page without holders is cached if it is in the trie, else it is free."""
-        for page in pages:
+        for page in reversed(pages):
             self.refs[page] -= 1
             if not self.refs[page]:
                 del self.refs[page]
-            if page in self.edges:
-                self.used[page] = tick
-            elif page not in self.refs:
-                self.free.append(page)
+                if page in self.edges:
+                    self.unheld[page] = None
+                else:
+                    self.free.append(page)
 
-    def share(self, pages: list[int], tokens: Sequence[int], first: int, tick: int) -> list[int]:
-        """Put pages[first:], full of these tokens, into the trie; return the pages that the request then holds.
+    def share(self, pages: Sequence[int], tokens: Sequence[int], first: int) -> tuple[int, ...]:
+        """Put pages[first:] into the trie as far as these tokens fill them; return the pages that the request holds.
 
         If another request has put the same tokens there before, its page replaces this one, which becomes free. So a
         request holds the trie's pages, with all their ancestors.
         """
-        pages = list(pages)
-        for i in range(first, len(tokens) // self.size if self.prefix else 0):
-            parent = pages[i - 1] if i else ROOT
-            pages[i] = self._entered((parent, tuple(tokens[i * self.size : (i + 1) * self.size])), pages[i], i, tick)
-        return pages
+        if len(tokens) < self.size:
+            return tuple(pages)
+        new = list(pages)
+        for i, start in enumerate(range(0, len(tokens) - self.size + 1, self.size), first):
+            parent = new[i - 1] if i else ROOT
+            new[i] = self._entered((parent, tuple(tokens[start : start + self.size])), new[i])
+        return tuple(new)
 
-    def _entered(self, key: tuple[int, tuple[int, ...]], page: int, depth: int, tick: int) -> int:
+    def _entered(self, key: tuple[int, tuple[int, ...]], page: int) -> int:
         """Put a page into the trie; return the page that is there, which an earlier request may have put there."""
         there = self.children.setdefault(key, page)
         if there == page:
-            self.edges[there] = (*key, depth)
-            self.used[there] = tick
+            self.edges[page] = key
         else:
-            self.hold([there], tick)
-            self.release([page], tick)
+            self.hold([there])
+            self.release([page])
         return there
 
 
@@ -157,29 +153,30 @@ class WindowPool(Pool):
             best = n if run >= n - self.first(n * self.size) else best
         return twins[:best]
 
-    def hit(self, twins: Sequence[int], tick: int) -> tuple[int, ...]:
+    def hit(self, twins: Sequence[int]) -> tuple[int, ...]:
         """Hold the pages that the token after a hit sees, and return the request's list of pages."""
         first = self.first(len(twins) * self.size)
         pages = [self.children[twin, ()] for twin in twins[first:]]
-        self.hold(pages, tick)
+        self.hold(pages)
         return (-1,) * first + tuple(pages)
 
-    def keep(self, pages: Sequence[int], twins: Sequence[int], start: int, tokens: int, tick: int) -> tuple[int, ...]:
+    def keep(self, pages: Sequence[int], twins: Sequence[int], start: int, tokens: int) -> tuple[int, ...]:
         """Put the full pages of pages[start:] into the trie, and give back the pages that fell out of the window."""
         new = list(pages)
         for i in range(start, tokens // self.size if self.prefix else 0):
-            new[i] = self._entered((twins[i], ()), new[i], i, tick) if new[i] >= 0 else -1
+            new[i] = self._entered((twins[i], ()), new[i]) if new[i] >= 0 else -1
         first = self.first(tokens)
-        self.give_back(new[:first], tick)
+        self.give_back(new[:first])
         return (-1,) * first + tuple(new[first:])
 
-    def give_back(self, pages: Sequence[int], tick: int) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:
         """Drop one holder of each of a request's pages."""
-        self.release([page for page in pages if page >= 0], tick)
+        self.release([page for page in pages if page >= 0])
 
     def forget(self, twin: int) -> None:
         """Remove the page of this twin from the trie, since the other pool has evicted the twin."""
         if (page := self.children.pop((twin, ()), None)) is not None:
-            del self.edges[page], self.used[page]
+            del self.edges[page]
             if page not in self.refs:
+                del self.unheld[page]
                 self.free.append(page)

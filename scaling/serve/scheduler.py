@@ -72,7 +72,6 @@ def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Ac
     """
     new = replace(
         state,
-        tick=state.tick + 1,
         live=state.live.copy(),
         pools={worker: tuple(pool.copy() for pool in pools) for worker, pools in state.pools.items()},
         busy=state.busy.copy(),
@@ -126,16 +125,16 @@ def _cancel(state: State, id: int, actions: list[Action]) -> None:
         return
     live = state.live[id]
     if live.target is not None or any(work.id == id for works in state.busy.values() for work in works):
-        state.live[id] = replace(live, cancelled=True)
+        state.live[id] = live._replace(cancelled=True)
     else:
         _finish(state, id, "cancelled", actions)
 
 
 def _release(state: State, live: Live) -> None:
     if live.where is not None:
-        state.pool(live).release(live.pages, state.tick)
+        state.pool(live).release(live.pages)
         if windowed := state.pool(live).windowed:
-            windowed.give_back(live.window_pages, state.tick)
+            windowed.give_back(live.window_pages)
 
 
 def _finish(state: State, id: int, reason: str, actions: list[Action]) -> None:
@@ -158,15 +157,15 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
         given = _given(work, live, event.tokens)
         kept = max(0, len(given) - 1)  # accepted proposals, which are in the cache; the last given token is not
         computed, pages = work.start + len(work.tokens) + kept, pool.count(live.length + kept + 1)
-        pool.release(work.pages[pages:], state.tick)
+        pool.release(work.pages[pages:])
         out = live.out + given
-        tokens = (live.request.prompt + out)[:computed] if pool.prefix else ()
-        first = work.start // pool.size
-        shared, kept = pool.share(list(work.pages[:pages]), tokens, first, state.tick), live.window_pages
+        live, first = live._replace(out=out, computed=computed), work.start // pool.size
+        full = live.text(first * pool.size, computed) if pool.prefix else ()
+        shared, kept = pool.share(work.pages[:pages], full, first), live.window_pages
         if pool.windowed:
-            pool.windowed.give_back(kept[pages:], state.tick)
-            kept = pool.windowed.keep(kept[:pages], shared, first, computed, state.tick)
-        state.live[work.id] = live = replace(live, out=out, computed=computed, pages=tuple(shared), window_pages=kept)
+            pool.windowed.give_back(kept[pages:])
+            kept = pool.windowed.keep(kept[:pages], shared, first, computed)
+        state.live[work.id] = live = live._replace(pages=shared, window_pages=kept)
         if live.cancelled:
             _finish(state, work.id, "cancelled", actions)
         elif work.sample and (out[-1] in live.request.stop or work.id in event.stopped):
@@ -193,7 +192,7 @@ def _moved(state: State, id: int, actions: list[Action]) -> None:
     if live is None or live.target is None:
         raise ValueError(f"request {id} is not being moved\n  fix: give the id of a request whose cache is on its way")
     _release(state, live)
-    state.live[id] = replace(live, where=DECODE, pages=live.target, slot=live.next_slot, target=None)
+    state.live[id] = live._replace(where=DECODE, pages=live.target, slot=live.next_slot, target=None)
     if live.cancelled:
         _finish(state, id, "cancelled", actions)
 
@@ -212,7 +211,7 @@ def _move(state: State, actions: list[Action]) -> None:
         if not free or pool.room() < (need := pool.count(live.computed + 1)):
             break
         slot, pages = free.pop(0), tuple(pool.take(need))
-        state.live[id] = replace(live, target=pages, next_slot=slot)
+        state.live[id] = live._replace(target=pages, next_slot=slot)
         actions.append(Move(id, live.computed, live.pages, pages, live.group, (live.slot, slot)))
 
 
@@ -241,11 +240,11 @@ def _admit(state: State, actions: list[Action]) -> None:
             return
         group = min(roomy, key=lambda g: (needs[g], count[g]))
         pool, hit = pools[group], hits[group]
-        pool.hold(hit, state.tick)
-        seen = pool.windowed.hit(hit, state.tick) if pool.windowed else ()
+        pool.hold(hit)
+        seen = pool.windowed.hit(hit) if pool.windowed else ()
         cached, pages = len(hit) * pool.size, (*hit, *pool.take(needs[group]))
-        state.live[live.id] = replace(
-            live, computed=cached, pages=pages, where=worker, group=group, slot=free.pop(0), window_pages=seen
+        state.live[live.id] = live._replace(
+            computed=cached, pages=pages, where=worker, group=group, slot=free.pop(0), window_pages=seen
         )
         count[group] += 1
         actions.append(Admit(live.id, cached))
@@ -286,11 +285,10 @@ def _work(state: State, id: int, count: int) -> Work:
     if not wanted and len(state.live[id].out) + 1 < state.live[id].request.max_new_tokens:
         _has_pages(state, id, count + 1)
     live = state.live[id]
-    end, past = live.computed + count, live.computed - len(live.request.prompt)
-    new = live.out[past : past + count] if past >= 0 else live.tokens[live.computed : end]  # a prompt may be long
-    before = live.tokens[: live.computed] if wanted else ()
+    end = live.computed + count
+    before = live.text(0, live.computed) if wanted else ()
     return Work(
-        live.request, live.computed, new, live.pages, end == live.length, wanted, before,
+        live.request, live.computed, live.text(live.computed, end), live.pages, end == live.length, wanted, before,
         live.group, live.slot, live.window_pages,
     )  # fmt: skip
 
@@ -305,9 +303,9 @@ def _has_pages(state: State, id: int, count: int) -> bool:
     if (more and pool.room() < more) or (pool.windowed and more_windowed and pool.windowed.room() < more_windowed):
         return False
     if more:
-        state.live[id] = live = replace(live, pages=(*live.pages, *pool.take(more)))
+        state.live[id] = live = live._replace(pages=(*live.pages, *pool.take(more)))
     if pool.windowed and more_windowed:
-        state.live[id] = replace(live, window_pages=(*live.window_pages, *pool.windowed.take(more_windowed)))
+        state.live[id] = live._replace(window_pages=(*live.window_pages, *pool.windowed.take(more_windowed)))
     return True
 
 
@@ -315,5 +313,5 @@ def _preempt(state: State, id: int, actions: list[Action]) -> None:
     """Put a request back to waiting, in order of age; its full pages may still be cached when it is admitted again."""
     live = state.live[id]
     _release(state, live)
-    state.live[id] = replace(live, computed=0, pages=(), window_pages=(), where=None)
+    state.live[id] = live._replace(computed=0, pages=(), window_pages=(), where=None)
     actions.append(Preempt(id))

@@ -185,8 +185,7 @@ class Finish(NamedTuple):
 Action = Run | Move | Admit | Preempt | Finish
 
 
-@dataclass(frozen=True)
-class Live:
+class Live(NamedTuple):
     """A request that has arrived and is not finished.
 
     `pages` are pages of its `group` on the worker `where`, which is None while the request waits, and `slot` is one of
@@ -210,6 +209,11 @@ class Live:
     def tokens(self) -> tuple[int, ...]:
         """The prompt and the output so far."""
         return self.request.prompt + self.out
+
+    def text(self, start: int, end: int) -> tuple[int, ...]:
+        """Return the tokens from `start` to `end`, without a copy of the whole text."""
+        past = len(self.request.prompt)
+        return self.request.prompt[start:end] + self.out[max(0, start - past) : max(0, end - past)]
 
     @property
     def length(self) -> int:
@@ -241,7 +245,6 @@ class State:
     """Everything that the next step depends on; `live` is in order of arrival, and a worker has a pool per group."""
 
     options: Options
-    tick: int = 0
     live: dict[int, Live] = field(default_factory=dict)
     pools: dict[str, tuple[Pool, ...]] = field(default_factory=dict)
     busy: dict[str, tuple[Work, ...]] = field(default_factory=dict)

@@ -115,6 +115,11 @@ class Audited:
             mine = {id: live for id, live in state.live.items() if live.group == group}
             cached = pool.edges.keys() - pool.refs.keys()
             assert sorted([*pool.free, *pool.refs, *cached]) == [*range(pool.total)]
+            assert pool.unheld.keys() == cached
+            order = {parent: n for n, parent in enumerate(pool.unheld)}
+            assert all(n < order.get(pool.edges[page][0], len(order)) for page, n in order.items()), (
+                "a parent goes first"
+            )
             assert (pool.held, pool.cached) == (len(pool.refs), len(cached))
             assert pool.total == self.options.pages
             busy = {work.id for work in state.busy.get(worker, ())}
@@ -125,12 +130,12 @@ class Audited:
             for id, live in mine.items():  # idle: no page for a guess that was dropped
                 spare = live.where == worker and not any(id in [w.id for w in ws] for ws in state.busy.values())
                 assert not spare or len(live.pages) <= pool.count(len(live.tokens))
-            for page, (parent, tokens, _) in pool.edges.items():
+            for page, (parent, tokens) in pool.edges.items():
                 assert pool.children[parent, tokens] == page
                 assert len(tokens) == pool.size
                 assert parent == -1 or parent in pool.edges
                 assert parent == -1 or page not in pool.refs or parent in pool.refs
-            assert len(pool.children) == len(pool.edges) == len(pool.used)
+            assert len(pool.children) == len(pool.edges)
             self.counts["evictions"] += len(self.before.pools[worker][group].edges.keys() - pool.edges.keys())
         for action in actions:
             self.counts[type(action).__name__] += 1
@@ -154,7 +159,7 @@ class Audited:
         unused = windowed.edges.keys() - windowed.refs.keys()
         assert sorted([*windowed.free, *windowed.refs, *unused]) == [*range(windowed.total)]
         assert Counter(p for live in mine.values() for p in live.window_pages if p >= 0) == Counter(windowed.refs)
-        assert {twin for twin, _, _ in windowed.edges.values()} <= pool.edges.keys()
+        assert {twin for twin, _ in windowed.edges.values()} <= pool.edges.keys()
         for live in idle:
             assert sum(p >= 0 for p in live.window_pages) <= pool.count(windowed.window) + 1
         self.counts["given back"] += sum(p < 0 for live in mine.values() for p in live.window_pages)
@@ -170,10 +175,11 @@ class Audited:
         request's group spells."""
         live = state.live[action.id]
         pool, tokens = state.pools[state.policy.workers[0]][live.group], live.tokens
-        spelled = {-1: ()}
-        for page, (parent, part, _) in sorted(pool.edges.items(), key=lambda edge: edge[1][2]):  # parents first
-            spelled[page] = (*spelled[parent], *part)
-        page_of = {text: page for page, text in spelled.items()}
+
+        def spelled(page: int) -> tuple[int, ...]:
+            return () if page == -1 else (*spelled(pool.edges[page][0]), *pool.edges[page][1])
+
+        page_of = {spelled(page): page for page in (-1, *pool.edges)}
 
         def hits(n: int) -> bool:
             first = pool.windowed.first(n) * pool.size if pool.windowed else n
@@ -281,11 +287,11 @@ def test_policies_differ_in_when_they_admit(policy, first, tpot, seconds, gap):
 
 def test_least_lately_used_is_evicted_first():
     pool = Pool(3, 1)
-    for tick, token in enumerate((5, 6, 7)):
-        pool.release(pool.share(pool.take(1), (token,), 0, tick), tick)
+    for token in (5, 6, 7):
+        pool.release(pool.share(pool.take(1), (token,), 0))
     again = pool.match((5, 9))
-    pool.hold(again, 3)
-    pool.release(again, 3)
+    pool.hold(again)
+    pool.release(again)
     pool.take(1)
     assert [bool(pool.match((token, 9))) for token in (5, 6, 7)] == [True, False, True]
 
