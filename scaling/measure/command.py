@@ -10,13 +10,12 @@ are predicted from the file alone and run, and the errors are printed. The meshe
 the pairs in the wrong one, over all pairs.
 """
 
-import json
 import os
 import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -139,7 +138,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=output, metavar="FILE", help="write the chip file, such as machine.toml")
     parser.add_argument("--chip", metavar="FILE", help="measure nothing: check the predictions of this chip file")
     parser.add_argument("--no-check", action="store_true", help="do not run training steps to check the predictions")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     args = parser.parse_args(given)
     dtypes = args.dtypes.split(",")
     if unknown := set(dtypes) - DTYPES.keys():
@@ -154,22 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
         chip = combine_ranks(found, platform.node() or "machine")
     if args.out:
         Path(args.out).write_text(toml(chip))
-    if not args.json:
-        print(chip_table(chip) + (f"\nwrote {args.out}" if args.out else ""), flush=True)
-    checks = [] if args.no_check else check_steps(SETTINGS, chip, args.ranks, min(args.repeats, 9))
-    if args.json:
-        print(json.dumps(as_dict(chip, checks), indent=1))
-    elif checks:
+    print(chip_table(chip) + (f"\nwrote {args.out}" if args.out else ""), flush=True)
+    if not args.no_check:
+        checks = check_steps(SETTINGS, chip, args.ranks, min(args.repeats, 9))
         m, run = SETTINGS.model, f"{SETTINGS.batch} x {SETTINGS.seq} tokens in {SETTINGS.microbatches} microbatches"
         print(f"\nA Transformer's step, L={m.L} D={m.D}, {run}, predicted from these numbers and run\n{table(checks)}")
     return 0
-
-
-def as_dict(chip: Chip, checks: Sequence[Check]) -> dict:
-    """Return the measurements in FLOPs/s, bytes/s and seconds, as --json prints them."""
-    rows = [asdict(m) for m in chip.measured]
-    steps = [{"mesh": c.sizes, "predicted": c.predicted, "measured": c.seconds, "error": c.error} for c in checks]
-    return {"chip": chip.name, "matmul": dict(chip.peaks), "memory": chip.hbm_bw, "measured": rows,
-            "attention": chip.efficiency.attention, "steps": steps,
-            "median_error": median_error(checks) if checks else None,
-            "tau": tau(checks) if checks else None}  # fmt: skip

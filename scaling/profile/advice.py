@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from scaling.profile import stragglers
 from scaling.profile.timeline import RankStep, RankTimeline, gaps, intersect, length, union
 
 LEAST = 0.01  # share of a step: smaller gains are not suggested
@@ -137,8 +136,8 @@ def wastes(every: Sequence[Sequence[RankStep]]) -> Iterator[Suggestion]:
             yield Suggestion(kind, line, what.format(line=line, n=most[line]), mean(map(median, ranks)), bound)
 
 
-def unbalanced(every: Sequence[Sequence[RankStep]]) -> Suggestion | None:
-    """Return a suggestion if one rank has many more FLOPs than the mean, else None.
+def unbalanced(every: Sequence[Sequence[RankStep]]) -> Iterator[Suggestion]:
+    """Yield a suggestion if one rank has many more FLOPs than the mean.
 
     The gain is at most the time that the busiest rank computes beyond the mean.
     """
@@ -151,23 +150,17 @@ def unbalanced(every: Sequence[Sequence[RankStep]]) -> Suggestion | None:
     busiest = totals.index(max(totals))
     ratio = totals[busiest] / mean(totals) if sum(totals) else 1.0
     if ratio <= UNEVEN:
-        return None
+        return
     line = max(flops[busiest], key=lambda line: flops[busiest][line] - mean(own[line] for own in flops))
     seconds = mean(sum(run.seconds for run in step.runs if run.flops) for step in every[busiest])
     what = f"share the work of {line} evenly: the busiest rank has {ratio:.2f} of the mean"
     what += "; of causal attention the zig-zag order does it"
-    return Suggestion("unbalanced", line, what, seconds * (1 - 1 / ratio), bound=True)
+    yield Suggestion("unbalanced", line, what, seconds * (1 - 1 / ratio), bound=True)
 
 
 def suggestions(timelines: Sequence[RankTimeline]) -> list[Suggestion]:
     """Return all suggestions that gain at least 1% of a step, the largest gain first."""
     every = [timeline.steps for timeline in timelines]
-    found = list(wastes(every))
-    if uneven := unbalanced(every):
-        found.append(uneven)
-    else:  # the ranks have the same work, so the gain is their wait for the slowest
-        for slow in stragglers.find(timelines)[:1]:
-            gain = min(slow.seconds, slow.waited) / (1 if slow.step is None else len(every[0]))
-            found.append(Suggestion("straggler", slow.line, f"look at why {slow}", gain))
+    found = [*wastes(every), *unbalanced(every)]
     least = LEAST * median(step.seconds for steps in every for step in steps)
     return sorted((each for each in found if each.gain >= least), key=lambda suggestion: -suggestion.gain)

@@ -202,10 +202,9 @@ def test_some_steps_of_a_run_are_profiled_and_a_slow_rank_is_named_with_its_line
         said = (place / "lines.txt").read_text()
         assert "  predicted  of roof" in said
         assert re.search(r" 250\.0\d ", said)
-        slow, change = " ".join(said.partition("slow ranks")[2].split()).split("to change")
+        slow = " ".join(said.partition("slow ranks")[2].split())
         (late,) = re.findall(r"rank 1 is (\S+) ms slow before z\[B, D\] = y\[B, F\] \* W\[F, D\]: others wait", slow)
         assert float(late) / 1e3 == pytest.approx(DELAY, rel=0.5)
-        assert "look at why rank 1" in change
         events = json.loads((place / "trace.json").read_text())["traceEvents"]
         lines = [e for e in events if e["name"] == "z[B, D] = AllReduce_X(z[B, D] {U_X})"]
         zero, one = ([e for e in lines if e["pid"] // 1000 == rank] for rank in (0, 1))
