@@ -1,8 +1,9 @@
 """Cut a corpus into batches of token sequences, in an order that depends on the seed and never on the mesh.
 
 A corpus is cut into sequences of T tokens. Each token's target is the token that follows it. The i-th sequence of an
-epoch is the i-th of a permutation drawn from (seed, epoch), so a run that resumes on any mesh repeats and skips
-nothing. A mixture takes sequences from several corpora by weight: every 1,000 sequences hold an exact number from each.
+epoch is the i-th of a permutation that (seed, epoch) choose, so a run that resumes on any mesh repeats and skips
+nothing. The permutation is computed for the indices that are asked for, so none of it is held. A mixture takes
+sequences from several corpora by weight: every 1,000 sequences hold an exact number from each.
 """
 
 import hashlib
@@ -23,6 +24,8 @@ from scaling.train.settings import Settings
 IGNORED = -100  # a target that does not count
 HEAD = 64  # tokens whose digest identifies held-out text in a later run
 ROUND = 1000  # sequences in a mixture's round, within which each source has its exact share
+ORDER, DRAWN = "feistel", "randperm"  # how an epoch's order is made; earlier versions drew it, and held it
+PASSES = 8  # rounds of the Feistel network
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens, targets, segments, int64[batch, length]; segments number the documents
 
 
@@ -38,6 +41,7 @@ class Batches:
         first: The first token of the range.
         last: The end of the range, exclusive.
         without: The (first, last) ranges of text that no sequence may touch.
+        order: How the order of an epoch is made: `ORDER`, or `DRAWN` as in runs of earlier versions.
     """
 
     corpus: Corpus
@@ -47,6 +51,7 @@ class Batches:
     first: int
     last: int
     without: tuple[tuple[int, int], ...] = ()
+    order: str = ORDER
 
     def __post_init__(self):
         if self.sequences < 1:
@@ -75,7 +80,10 @@ class Batches:
         found = numpy.empty_like(at)
         for epoch in {*epochs.tolist()}:
             here = epochs == epoch
-            found[here] = epoch_order(self.seed, epoch, self.sequences).numpy()[at[here]]
+            if self.order == DRAWN:
+                found[here] = epoch_order(self.seed, epoch, self.sequences).numpy()[at[here]]
+            else:
+                found[here] = permuted(at[here], self.seed, epoch, self.sequences)
         return found if self.places is None else self.places[found]
 
     def rows(self, numbers: "Sequence[int] | numpy.ndarray") -> Batch:
@@ -178,8 +186,11 @@ def prefetch(source: Mixture, seen: int, batch: int, rows: slice = slice(None)) 
             yield here
 
 
-def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 0.05) -> tuple[Batches, Batches]:
-    """Split a corpus into (training, validation) batches that share no token, holding out the corpus's end."""
+def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float) -> tuple[Batches, Batches]:
+    """Split a corpus into (training, validation) batches that share no token.
+
+    The share `valid` of the tokens, at the corpus's end and at least one sequence, is held out.
+    """
     at = len(corpus) - max(length + 1, round(len(corpus) * valid))
     return (
         Batches(corpus, batch, length, seed, 0, at),
@@ -234,10 +245,37 @@ def open_batches(settings: Settings) -> tuple[Mixture, tuple[Batches, ...]]:
                 f"{path}: token {read.top} lies outside the vocabulary of {settings.model.name}, 0..{V - 1}\n"
                 "  fix: a model with a greater vocabulary, or the tokenizer that belongs to this one (--tokenizer)"
             )
-        parts.append(hold_out(read, settings.batch, settings.seq, settings.seed))
+        parts.append(hold_out(read, settings.batch, settings.seq, settings.seed, settings.valid))
         weights.append(weight)
     train, valid = zip(*parts, strict=True)
     return Mixture(train, tuple(weights)), valid
+
+
+def permuted(places: numpy.ndarray, seed: int, epoch: int, count: int) -> numpy.ndarray:
+    """places[n] in 0..count-1 -> int64[n], their images under a permutation of 0..count-1 that (seed, epoch) choose.
+
+    A Feistel network permutes 0..4^k-1, the next power of 4. Where it leads to a number that is not below `count`, it
+    is applied again until it does not (cycle walking; Black and Rogaway, CT-RSA 2002), at most 4 times on average.
+    """
+    half = numpy.uint64(((count - 1).bit_length() + 1) // 2)
+    low = (numpy.uint64(1) << half) - numpy.uint64(1)
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * PASSES).digest()
+    keys = numpy.frombuffer(digest, "<u8")
+    found, walking = places.astype(numpy.uint64), numpy.arange(len(places))
+    while len(walking):
+        left, right = found[walking] >> half, found[walking] & low
+        for key in keys:
+            left, right = right, left ^ (_mixed(right + key) & low)
+        found[walking] = left << half | right
+        walking = walking[found[walking] >= count]
+    return found.astype(numpy.int64)
+
+
+def _mixed(x: numpy.ndarray) -> numpy.ndarray:
+    """Return a hash of each uint64: the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (x ^ x >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> numpy.uint64(27)) * numpy.uint64(0x94D049BB133111EB)
+    return x ^ x >> numpy.uint64(31)
 
 
 @lru_cache(maxsize=16)

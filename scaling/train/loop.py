@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -34,6 +35,7 @@ from scaling.train.record import (
     changed_data,
     check_unchanged,
     option_changes,
+    order_of,
     rate_change,
     read_record,
     record_of,
@@ -89,6 +91,8 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     held, start, before = load_or_init(settings, mesh, optimizer, specs, made_with, own)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     first = seen if begins_new_data(settings, before, made_with) else held["data"]["begun"]
+    made_with["order"] = order_of(settings, before, made_with)
+    train = replace(train, sources=tuple(replace(each, order=made_with["order"]) for each in train.sources))
     train, made_with["held_out"], missing = leave_out(train, valid, before.get("held_out", []))
     lr_at = rate(settings)
     step, result = make_step(settings, mesh, optimizer, frozen), {"step": start, "sequences": seen}

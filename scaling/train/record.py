@@ -24,6 +24,7 @@ from scaling.configs.sources import RUN
 from scaling.models.template import chat_template, chosen_end
 from scaling.models.text import Tokenizer
 from scaling.train import checkpoint
+from scaling.train.batches import DRAWN, ORDER
 from scaling.train.corpus import check_data, shards_index
 from scaling.train.durable import newest_first, step_name
 from scaling.train.origin import config_of_run, options_of, tokenizer_in, weighted_paths
@@ -34,9 +35,11 @@ LISTED = 1000  # files of a source that are listed one by one; the rest share on
 SHOWN = 4  # differing files that an error names
 # The options that a run keeps to its end:
 FIXED = ("dtype", "eos_id", "lora", "lora_alpha", "lora_on", "no_bos", "no_template", "optimizer", "seed", "seq")
+FIXED += ("valid",)
 # The options that may change at any step:
 FREE = ("batch", "clip", "decay_steps", "lr", "schedule", "steps", "warmup", "weight_decay")
 OF_MODEL = ("aux_coef", "dropout", "z_coef")  # fields of the model's config that may change at any step
+EARLIER = {"valid": 0.05}  # options that earlier versions did not record, because they could not be chosen
 KEPT = ("base model", "chat template", "tokenizer")  # other entries of the record that a run keeps to its end
 SCHEDULE = ("decay_steps", "lr", "schedule", "warmup")  # the options that, with steps, give the learning rate
 
@@ -46,7 +49,7 @@ def record_of(settings: Settings) -> dict[str, Any]:
     by, options = tokenizer_in(settings), {name: getattr(settings, name) for name in (*FIXED, *FREE)}
     options |= {name: getattr(settings.model, name) for name in OF_MODEL}
     options |= {"eos_id": chosen_end(by, settings.eos_id)}
-    found = {"options": options, "model": _sizes(settings.model), "tokenizer": by.identity}
+    found = {"options": options, "model": _sizes(settings.model), "tokenizer": by.identity, "order": ORDER}
     found["data"] = fingerprint(weighted_paths(settings.data), by)
     if settings.adapters and settings.weights:
         found["base model"] = weights_digest(Path(settings.weights))
@@ -155,6 +158,14 @@ def begins_new_data(settings: Settings, before: Mapping[str, Any], now: Mapping[
     return settings.new_data and bool(changed_data(settings, before, now))
 
 
+def order_of(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return how the order of the data is made, which a run keeps until it begins other data.
+
+    `before` is {} in a new run. The records of earlier versions do not name the order, which was always drawn.
+    """
+    return before.get("order", DRAWN) if before and not begins_new_data(settings, before, now) else ORDER
+
+
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the options in FREE and OF_MODEL that have changed since a checkpoint; return "" if none has."""
     found = _changed(before, now, (*FREE, *OF_MODEL))
@@ -180,7 +191,7 @@ def _flag(option: str) -> str:
 
 
 def _changed(before: Mapping, now: Mapping, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
-    there = before.get("options", {})
+    there = EARLIER | before["options"] if "options" in before else {}
     return _differing({name: there[name] for name in names if name in there}, now["options"])
 
 

@@ -125,6 +125,9 @@ class Settings:
     keep: int = as_flag(3, "checkpoints to keep", integer(1))
     eval_every: int = as_flag(100, "steps between evaluations; 0: only at the end", integer(0))
     eval_batches: int = as_flag(8, "held-out batches per evaluation; 0: all", integer(0))
+    valid: float = as_flag(
+        0.05, "share of each corpus, at its end, that is held out for evaluation; at least one sequence", number(0, 0.9)
+    )
     guard_every: int = as_flag(50, "steps between comparisons of replicas; 0: none", integer(0))
     resume: bool = as_flag(False, "continue the run in --out with its options; flags override them")
     new_data: bool = as_flag(

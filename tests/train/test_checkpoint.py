@@ -20,10 +20,12 @@ from torch.nn.functional import pad
 
 from scaling import tree
 from scaling.configs import Config
-from scaling.mesh import Mesh
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import parse
 from scaling.strategies.transformer.api import arranged_layers
 from scaling.strategies.transformer.types import padded_sizes, slots_of
 from scaling.train import checkpoint, dcp, durable
+from scaling.train.blocks import first_replica, own_blocks, writers
 from scaling.train.loop import load_or_init, run, state_specs
 from scaling.train.record import record_of
 from scaling.train.settings import Settings, optimizer_of
@@ -89,6 +91,20 @@ def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source, targets
     assert [each["loss_scale"] for each in records(".")] == [whole["optimizer"]["scale"].item()] * STEPS
     for zero, target in zip(ZERO[1:], targets, strict=True):
         assert max(ranks(resumed, target, replace(settings, zero=zero), whole)) == 1  # padding is not read
+
+
+def test_planning_visits_no_other_rank(monkeypatch):
+    """A plan that walks all ranks for each leaf stops a run of 8,192 ranks for seconds."""
+    small = AbstractMesh({"P": 2, "X": 3, "Y": 2, "Z": 1})
+    for types in (["w[D_X, F_Y]"], ["b[F_Y]", "n[]"], ["w[D_YX, F]", "v[D_P]"], []):
+        specs = [parse(text) for text in types]
+        held = [any(first_replica(spec, small.coord_of(r), small) for spec in specs) for r in range(small.size())]
+        assert writers(specs, small) == [rank for rank, writes in enumerate(held) if writes]
+    large, spec = AbstractMesh({"X": 1024, "Y": 8}), parse("W[D_X, F_Y]")
+    large.coord  # noqa: B018 (this rank's own may be computed)
+    monkeypatch.setattr(AbstractMesh, "coord_of", None)
+    assert own_blocks(torch.zeros(8, 16), spec, large, {})[0] == [8192, 128]
+    assert len(writers([spec], large)) == 8192
 
 
 PLACES = {"L": [0, 2, 1]}  # as on interleaved stages: no block of several layers is whole

@@ -17,7 +17,7 @@ from scaling.configs import get
 from scaling.mesh import AbstractMesh
 from scaling.models.text import ByteText
 from scaling.train import corpus
-from scaling.train.batches import IGNORED, Batches, Mixture, hold_out, open_batches, prefetch
+from scaling.train.batches import IGNORED, Batches, Mixture, hold_out, open_batches, permuted, prefetch
 from scaling.train.corpus import Corpus
 from scaling.train.origin import weighted_paths
 from scaling.train.settings import Settings
@@ -132,12 +132,12 @@ def counting(n, first=0, starts=(0,), counted=()):
 
 def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     counted = numpy.arange(3000) % 3 == 0
-    first, valid = hold_out(counting(3000, starts=(0, 500, 1000), counted=(counted,)), 4, 32, seed=5)
+    first, valid = hold_out(counting(3000, starts=(0, 500, 1000), counted=(counted,)), 4, 32, seed=5, valid=0.05)
     n = first.sequences
     seen = [i for step in range(n // 2) for _, i in chosen(Mixture((first,), (1,)), 4 * step)]
     assert sorted(seen[:n]) == list(range(n))
     assert seen[:n] != seen[n : 2 * n]
-    other, larger = (Mixture((hold_out(counting(3000), 6, 32, seed)[0],), (2,)) for seed in (6, 5))
+    other, larger = (Mixture((hold_out(counting(3000), 6, 32, seed, 0.05)[0],), (2,)) for seed in (6, 5))
     assert chosen(other, 0) != [(0, i) for i in seen[:6]]
     assert chosen(larger, 6) == [(0, i) for i in seen[6:12]]  # a batch of another size sees the same order
     for step, ((ids, targets, segments), several) in enumerate(
@@ -148,8 +148,34 @@ def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
         assert torch.equal(segments, 1 + (ids >= 500).long() + (ids >= 1000).long())
         assert several == Mixture((first,), (1,)).several_documents(4 * step)
     assert valid.first == first.last == valid.rows(range(valid.sequences))[0].min()
-    short = hold_out(counting(100), 4, 32, seed=5)  # of a short text at least one sequence is held out
+    short = hold_out(counting(100), 4, 32, seed=5, valid=0.05)  # of a short text at least one sequence is held out
     assert [part.sequences for part in short] == [2, 1]
+
+
+def test_an_order_is_a_permutation_that_is_not_held():
+    orders = {
+        (count, seed): permuted(numpy.arange(count), seed, 3, count)
+        for count in (*range(1, 70), 255, 256, 257, 1000, 70_000)
+        for seed in (0, 1)
+    }
+    for (count, _), order in orders.items():
+        assert numpy.array_equal(numpy.sort(order), numpy.arange(count))
+    assert not numpy.array_equal(orders[1000, 0], orders[1000, 1])
+    count = 1 << 60  # of which no list could be made
+    places = numpy.array([0, 1, count // 2, count - 1])
+    assert len({*permuted(places, 0, 0, count).tolist()} - {*places.tolist()}) == 4
+
+
+def test_an_order_is_uniform():
+    """Of 4,000 epochs the first two of five sequences are each pair equally often; of a long one neighbours part."""
+    pairs = numpy.array([permuted(numpy.arange(2), 7, epoch, 5) for epoch in range(4000)])
+    counts = numpy.bincount(pairs @ [5, 1], minlength=25).reshape(5, 5)
+    found = counts[~numpy.eye(5, dtype=bool)]
+    assert ((found - 200) ** 2 / 200).sum() < 43.8  # chi-squared of 19 degrees of freedom at 0.1%
+    order = permuted(numpy.arange(100_000), 7, 0, 100_000)
+    tenths = numpy.histogram2d(numpy.arange(100_000), order, bins=10)[0]
+    assert ((tenths - 1000) ** 2 / 1000).sum() < 126.1  # and of 81
+    assert abs(numpy.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
 
 
 TEXTS = [f"{letter}xyz." for letter in random.Random(0).choices(string.ascii_letters, k=400)]

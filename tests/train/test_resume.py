@@ -28,6 +28,7 @@ flags                           words of the refusal
 --optimizer muon                --optimizer adamw, not muon
 --dtype fp64                    --dtype fp32, not fp64
 --seq 8                         --seq 16, not 8
+--valid 0.1                     --valid 0.05, not 0.1
 --seq 8 --dtype bf16            --dtype fp32, not bf16; with --seq 16, not 8
 --model other.toml              another model than other: L 1, not 2
 --model tiny                    another model than tiny:
@@ -110,6 +111,22 @@ def test_a_run_without_a_record_of_its_options_is_not_gone_on_with(begun, capsys
         content = json.loads(index.read_text())
         index.write_text(json.dumps({key: content[key] for key in ("step", "mesh", "types", "values")}))
     assert "step-000002: does not say with which options of scaling.train" in refusal(capsys, "--resume --out run")
+
+
+def test_a_run_of_an_earlier_version_keeps_the_order_and_the_share_of_its_data(begun, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "order_of", lambda *records: batches.DRAWN)
+        for out, steps in (("drawn", 4), ("earlier", 2)):
+            assert train(f"--data text.txt --out {out} {SMALL} --steps {steps} --save-every 1") == 0
+    for index in Path("earlier").glob("step-*/index.json"):
+        content = json.loads(index.read_text())
+        del content["checksum"], content["made_with"]["order"], content["made_with"]["options"]["valid"]
+        index.write_text(json.dumps(content))
+    Path("earlier/run.toml").write_text(Path("earlier/run.toml").read_text().replace("valid = 0.05\n", ""))
+    assert "--valid 0.05, not 0.1" in refusal(capsys, "--resume --out earlier --steps 4 --valid 0.1")
+    for steps in (3, 4):
+        assert train(f"--resume --out earlier --steps {steps}") == 0
+    assert losses("earlier") == losses("drawn")
 
 
 def moved(path: Path, to: Path) -> None:
@@ -299,7 +316,7 @@ def test_text_that_was_held_out_is_not_trained_on_later():
 
     def cut(tokens, before=()):
         corpus = Corpus((numpy.array(tokens),), numpy.array([0]))
-        train, valid = batches.hold_out(corpus, batch=4, length=10, seed=0)
+        train, valid = batches.hold_out(corpus, batch=4, length=10, seed=0, valid=0.05)
         train, *found = batches.leave_out(batches.Mixture((train,), (1,)), [valid], before)
         return *train.sources, *found
 
