@@ -123,23 +123,21 @@ def test_devices_drawn():
     assert found == {of: of + textwrap.dedent(drawn) for of, drawn in DRAWN.items()}
 
 
-def test_a_picture_of_devices():
-    """Half of the two cells on each of four devices; devices with the same block have the same colour."""
-    root = ElementTree.fromstring(svg.types(["A[I_X, J]"], MESH))
-    words = [each.text for each in root.iter() if each.tag.endswith("text")]
+def words_and_colours(picture: str) -> tuple[list, list]:
+    every = [*ElementTree.fromstring(picture).iter()]
+    words = [each.text for each in every if each.tag.endswith("text")]
+    return words, [fill for each in every if (fill := each.get("fill") or "").startswith("hsl")]
+
+
+def test_pictures_of_devices_and_of_blocks():
+    """Half of the two cells on each of four devices, of which those with the same block have the same colour; each
+    block names its devices, as `draw` does, and has the colour of the first."""
+    words, (a, b, c, d) = words_and_colours(svg.types(["A[I_X, J]"], MESH))
     assert words == ["A[I_X, J]", "Y=0", "X=0", "Y=1", "X=1"]
-    coloured = [each.get("fill") for each in root.iter() if (each.get("fill") or "").startswith("hsl")]
-    assert len(coloured) == 4
-    assert (coloured[0], coloured[2]) == (coloured[1], coloured[3])
-    assert coloured[0] != coloured[2]
-
-
-def test_a_picture_of_blocks():
-    """Each block names its devices, as `draw` does, and has the colour of the first."""
-    root = ElementTree.fromstring(picture_of_blocks(["A[I_X, J]", "A[I_X, J_Y]"], MESH))
-    words = [each.text for each in root.iter() if each.tag.endswith("text")]
+    assert (a, c) == (b, d)
+    assert a != c
+    words, colours = words_and_colours(picture_of_blocks(["A[I_X, J]", "A[I_X, J_Y]"], MESH))
     assert words == ["A[I_X, J]", "0, 1", "2, 3", "A[I_X, J_Y]", "0", "1", "2", "3"]
-    colours = [each.get("fill") for each in root.iter() if (each.get("fill") or "").startswith("hsl")]
     assert colours[:2] == colours[2::2]
 
 

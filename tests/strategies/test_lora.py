@@ -180,21 +180,25 @@ LATENTS = Lora(3, ALL.on[:5], 6.0)
 PEFTS = pytest.mark.parametrize(("config", "on"), [(QWEN, EVERY), (FIRST, LATENTS)], ids=["qwen", "deep"])
 
 
+def of_peft(folder, config, on, params, own):
+    """PEFT's model around transformers', of these weights and adapters."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    hf.save(folder, config, params)
+    adapters.save(folder / "theirs", config, on, own, base=str(folder))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER)
+    return peft.PeftModel.from_pretrained(base, folder / "theirs", is_trainable=True)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @PEFTS
 def test_adapters_are_pefts(config, on, folder, monkeypatch):
-    """Logits, gradients and files, compared with PEFT around transformers' model, whose casts to float32 are casts to
-    float64."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    """Logits, gradients and files. Their casts to float32 are casts to float64."""
     params, own, tokens, targets = drawn(config, on)
-    hf.save(folder, config, params)
-    adapters.save(folder / "theirs", config, on, own, base=str(folder))
     for place, name in ((torch, "float32"), (torch, "float")):
         monkeypatch.setattr(place, name, torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER)
-    theirs = peft.PeftModel.from_pretrained(base, folder / "theirs", is_trainable=True)
+    theirs = of_peft(folder, config, on, params, own)
     logits = theirs(tokens).logits
     merged = adapters.merged(params, own, on, config)
     close([model.forward(merged, tokens, config=config)], [logits.detach()])
@@ -216,11 +220,7 @@ def test_adapters_are_pefts(config, on, folder, monkeypatch):
     ("config", "on"), [(QWEN, EVERY), (FIRST, ALL), (EXPERTS, EVERY)], ids=["qwen", "deep", "experts"]
 )
 def test_merged_weights_are_pefts(config, on, folder):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     params, own, *_ = drawn(config, on)
-    hf.save(folder, config, params)
-    adapters.save(folder / "merge", config, on, own)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    peft.PeftModel.from_pretrained(base, folder / "merge").merge_and_unload().save_pretrained(folder / "merged")
+    of_peft(folder, config, on, params, own).merge_and_unload().save_pretrained(folder / "merged")
     found, wanted = hf.load(folder / "merged")[1], adapters.merged(params, own, on, config)
     close(*({name: each[stack][name] for stack in own for name in on.on} for each in (found, wanted)))

@@ -21,9 +21,14 @@ from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 
 
-def traced(config, sizes, step=transformer.loss_and_grads, **options):
+def abstract(config, sizes, zero=3, **_):
+    """(a mesh, params that it holds)."""
     mesh = AbstractMesh(sizes)
-    params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh, zero=options.get("zero", 3)))
+    return mesh, model.init(config, mesh=mesh, specs=transformer.specs(config, mesh, zero=zero))
+
+
+def traced(config, sizes, step=transformer.loss_and_grads, **options):
+    mesh, params = abstract(config, sizes, **options)
     (tokens,) = rows_on(mesh, torch.empty(B, T, dtype=torch.int64, device="meta"))
     with trace() as log:
         step(params, tokens, tokens, config, mesh, **options)
@@ -174,8 +179,7 @@ LAYER = 4 * (4 * LARGE.D * LARGE.N * LARGE.H + 3 * LARGE.D * LARGE.F)  # bytes o
 
 def peak(config, tokens, step, **options):
     """Bytes of one rank of X=4: params, and all that the step makes."""
-    mesh = AbstractMesh({"X": X})
-    params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh, zero=options.get("zero", 3)))
+    mesh, params = abstract(config, {"X": X}, **options)
     ids = torch.empty(options.get("microbatches", 1), tokens, dtype=torch.int64, device="meta")
     with peak_memory() as memory:
         tree.map(torch.sum, params)  # so that they count already

@@ -21,7 +21,7 @@ from problems import close, rows_on, same, trained
 from refused import read_table
 from torch.func import grad_and_value
 
-from scaling import tree
+from scaling import launch, tree
 from scaling.configs import Config, Latent, RopeScaling
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
@@ -248,26 +248,30 @@ def test_a_step_sees_its_own_batch_and_nothing_where_nothing_counts():
 SHALLOW = RICH.with_(L=1, window=5)
 COMPILED = [(PLAIN, {"X": 1}, {}), (SHALLOW, {"C": 2}, {"context": "ring"}), (SHALLOW, {"X": 2}, {"zero": 0})]
 COMPILED += [(PLAIN, {"C": 2}, {}), (PLAIN, {"C": 2}, {"context": "gather"}), (PLAIN, {"C": 2}, {"context": "ulysses"})]
-COMPILED += [(LATENT, {"Y": 2}, {}), (SHALLOW.with_(gated=False, K=1), {"P": 2, "Y": 2}, {})]
+COMPILED += [(LATENT, {"Y": 2}, {}), *((SHALLOW.with_(gated=False, K=1), {axis: 2}, {}) for axis in "PY")]
 
 
 @pytest.mark.sweep
 @pytest.mark.compile
-@pytest.mark.parametrize(("config", "mesh", "options"), COMPILED, ids=lambda x: getattr(x, "name", str(x)))
-def test_a_step_that_is_compiled_as_one_graph_is_the_eager_step(mesh, config, options):
+@pytest.mark.parametrize(("config", "sizes", "options"), COMPILED, ids=lambda x: getattr(x, "name", str(x)))
+def test_a_step_that_is_compiled_as_one_graph_is_the_eager_step(config, sizes, options):
     """With a policy that computes layers again. Stages and experts are refused there."""
-    torch._dynamo.reset()
     config, layout = config.with_(L=1), {name: value for name, value in options.items() if name == "zero"}
-    params = transformer.shard(model.init(config, 0, torch.float64), config, mesh, **layout)
-    tokens, targets, *_ = rows_on(mesh, *batch(config, 1))
 
-    def step(params):
-        return transformer.loss_and_grads(params, tokens, targets, config, mesh, remat="block", **options)
+    def compare(mesh):
+        torch._dynamo.reset()
+        params = transformer.shard(model.init(config, 0, torch.float64), config, mesh, **layout)
+        tokens, targets, *_ = rows_on(mesh, *batch(config, 1))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own code
-        compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")(params)
-    close(compiled, step(params))
+        def step(params):
+            return transformer.loss_and_grads(params, tokens, targets, config, mesh, remat="block", **options)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own code
+            compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")(params)
+        close(compiled, step(params))
+
+    launch.run(compare, sizes)
 
 
 def test_another_seed_drops_others_and_the_loss_alone_none():

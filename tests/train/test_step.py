@@ -60,6 +60,12 @@ def batch_of(settings, mesh):
     return [local(x, mesh) for x in (rows[:, :-1], rows[:, 1:], torch.zeros_like(rows[:, 1:]))]
 
 
+def begun(settings, mesh):
+    """(params, the optimizer's state, the step)."""
+    params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
+    return params, begin_state(settings, mesh, optimizer, params), make_step(settings, mesh, optimizer)
+
+
 def summed(mesh, settings, dtype, scale=1024.0):
     """(the loss, whole gradients) under a scale, of which nothing else is seen, and {(op, name, dtype) of a line}. The
     norms are those of the whole gradients."""
@@ -78,8 +84,7 @@ def trained(mesh, settings):
     """Run two steps, in float16 after one with a scale that is too great. Return (bytes of params and of the state, the
     number of collectives, the most bytes at once, bytes sent, FLOPs), scales, losses and the whole params, or their
     masters."""
-    params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
-    state, step, peaks = begin_state(settings, mesh, optimizer, params), make_step(settings, mesh, optimizer), []
+    (params, state, step), peaks = begun(settings, mesh), []
     held, scales, losses = (tree.nbytes(params), tree.nbytes(state)), [], []
     for number in range(3 if "scale" in state else 2):
         if "scale" in state:
@@ -103,9 +108,8 @@ def trained(mesh, settings):
 def by_graph(mesh, settings):
     """The losses and whole params after two steps, of which forward and backward are one graph if they are compiled."""
     torch._dynamo.utils.counters.clear()
-    params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
     with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
-        state, step, losses = begin_state(settings, mesh, optimizer, params), make_step(settings, mesh, optimizer), []
+        (params, state, step), losses = begun(settings, mesh), []
     for _ in range(2):
         with trace():
             params, state, metrics = step(params, state, batch_of(settings, mesh), donate=True)
@@ -327,8 +331,7 @@ def test_a_sample_ends_with_the_learned_positions():
 def test_steps_are_those_of_a_plain_loop_of_torch_s():
     """Clipped, and by AdamW with betas of 0.9 and 0.95, in which only matrices decay."""
     settings = Settings(MODEL, "", "", 8, 32, lr=3e-3, warmup=1, clip=0.1, dtype="fp64", schedule="constant")
-    params, optimizer = drawn_params(settings, ONE), optimizer_of(settings)
-    state, step, batch = optimizer.init(params), make_step(settings, ONE, optimizer), batch_of(settings, ONE)
+    (params, state, step), batch = begun(settings, ONE), batch_of(settings, ONE)
     theirs = tree.map(lambda W: W.clone().requires_grad_(), params)
     leaves, rows = tree.named_leaves(theirs), torch.cat([batch[0], batch[1][:, -1:]], 1)
     matrices = {name for name in leaves if "W_" in name or "unembed" in name}
@@ -350,8 +353,7 @@ BALANCED = TINY.with_(L=3, E=4, k=2, routing="sigmoid", dense_layers=1, F_dense=
 
 def biases(mesh, settings):
     """The whole biases of experts after three steps, and the largest of their moments."""
-    params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
-    state, step = begin_state(settings, mesh, optimizer, params), make_step(settings, mesh, optimizer)
+    params, state, step = begun(settings, mesh)
     for _ in range(3):
         params, state, _ = step(params, state, batch_of(settings, mesh), donate=True)
     state = state.get("rest", state)
