@@ -228,10 +228,10 @@ OWN_DECODING = (  # what is new in decoding
 SERVED = {family: [*FORMS, "experts" if model(family)[0].moe else "2d"] for family in FAMILIES}
 
 
-def served(mesh, family: str, form: str) -> list[list[int]]:
+def served(mesh, family: str, form: str = "heads", **how) -> list[list[int]]:
     config, params = model(family)
     own = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
-    return serve.generate(own, PROMPTS, config, 6, mesh=mesh, form=form)
+    return serve.generate(own, PROMPTS, config, 6, mesh=mesh, form=form, **how)
 
 
 @pytest.mark.parametrize(("form", "family"), in_turn(SERVED, OWN_DECODING))

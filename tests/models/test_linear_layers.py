@@ -10,7 +10,7 @@ import pytest
 import torch
 from machine import on_ranks
 from refused import named
-from test_families import LINEAR, PROMPTS, check_step, greedy, model
+from test_families import LINEAR, PROMPTS, check_step, greedy, model, served
 
 from scaling import serve, tree
 from scaling.configs import Config
@@ -147,9 +147,7 @@ SERVED = [({"Y": 2, "Z": 2}, "qwen3 next dense"), ({"Y": 2, "E": 2}, "qwen3 next
 
 @pytest.mark.parametrize(("mesh", "family"), SERVED, ids=str)
 def test_states_are_split_by_heads(mesh, family):
-    config, params = model(family)
-    own = tree.shard(params, serve.specs(config, mesh), mesh)
-    assert serve.generate(own, PROMPTS, config, 6, mesh=mesh, page=4) == greedy(family, 6)
+    assert served(mesh, family, page=4) == greedy(family, 6)
 
 
 @on_ranks({"W": 4})
