@@ -7,12 +7,14 @@ DP's AllReduce of a gradient becomes a ReduceScatter before the update and an Al
 bytes. ZeRO-3, which shards the params as well, is `scaling.strategies.fsdp`.
 """
 
+from typing import Any
+
 import torch
 
 from scaling import tree
 from scaling.collectives import all_gather, reduce_scatter, wait
+from scaling.spec import parse
 from scaling.strategies import data_parallel
-from scaling.strategies.layers import layers_a_bucket
 from scaling.strategies.stack import Strategy
 
 SPECS = data_parallel.SPECS
@@ -24,13 +26,6 @@ def reduce(dW_in, dW_out, mesh):
     dW_out = reduce_scatter("dW_out[F, D] {U_X} -> dW_out[F_X, D]", dW_out, mesh, async_op=True)  # 3.
     dW_in = reduce_scatter("dW_in[D, F] {U_X} -> dW_in[D_X, F]", dW_in, mesh, async_op=True)  # 6.
     return dW_in, dW_out
-
-
-def gather(W_in, W_out, mesh, out_in=None, out_out=None):
-    """Gather the params of one layer, or of several at once, after the update."""
-    W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh, async_op=True, out=out_in)
-    W_out = all_gather("W_out[F_X, D] -> W_out[F, D]", W_out, mesh, async_op=True, out=out_out)
-    return W_in, W_out
 
 
 STRATEGY = Strategy(SPECS, data_parallel.layer_forward, data_parallel.layer_backward, reduce=reduce, GRADS=SHARDS)
@@ -58,42 +53,64 @@ def scatter_grads(sums, mesh):
     return {name: [wait(pair[i]) for pair in pending] for i, name in enumerate(STRATEGY.weights)}
 
 
-def _shards(params, mesh):
-    """Return this rank's rows of each layer, as views: {"W_in": [W_in[D_X, F], ...], "W_out": [W_out[F_X, D], ...]}."""
-    X, x = mesh.sizes["X"], mesh.coord["X"]
-    return {name: [rows.unflatten(0, (X, -1))[x] for rows in W.unbind()] for name, W in params.items()}
+class Updated:
+    """The part of the params that each rank updates: of every param its shard over X, which the new param is made of.
+
+    Attributes:
+        types: The types of the shards, a tree like the params. A param that is updated whole has its own type there.
+        mesh: The mesh.
+        moved: For each param the dim that X splits, or None, and the line that gathers it after the update.
+    """
+
+    def __init__(self, held, types, mesh):
+        self.types, self.mesh = types, mesh
+        self.moved = mesh.constant(_moves, tuple(tree.leaves(held)), tuple(tree.leaves(types)))
+
+    def shards(self, params) -> Any:
+        """Return the shards to update: views of the params, or copies of those that are not in one piece."""
+        own = []
+        for W, (dim, _) in zip(tree.leaves(params), self.moved, strict=True):
+            own.append(W if dim is None else W.chunk(self.mesh.sizes["X"], dim)[self.mesh.coord["X"]].contiguous())
+        return tree.unflatten(params, own)
+
+    def whole(self, shards, params, donate: bool) -> Any:
+        """Gather the updated shards leaf by leaf with the next leaf in flight; with `donate`, write into `params`."""
+        found, coming = [], []
+        for W, old, (dim, line) in zip(tree.leaves(shards), tree.leaves(params), self.moved, strict=True):
+            into = old if donate else None
+            coming.append(W if dim is None else all_gather(line, W, self.mesh, async_op=True, out=into))
+            found += [wait(coming.pop(0))] if len(coming) > 1 else []
+        return tree.unflatten(params, [*found, *map(wait, coming)])
+
+
+def _moves(mesh, held: tuple[str, ...], types: tuple[str, ...]) -> tuple[tuple[int | None, str], ...]:
+    found = []
+    for before, after in zip(held, types, strict=True):
+        dims = zip(parse(before).dims, parse(after).dims, strict=True)
+        found.append((next((i for i, (a, b) in enumerate(dims) if a != b), None), f"{after} -> {before}"))
+    return tuple(found)
+
+
+def _layers(params, mesh) -> tuple[Updated, dict[str, list[torch.Tensor]]]:
+    """Return the part of each layer's params that a rank updates, and the params layer by layer."""
+    layers = {name: [*W.unbind()] for name, W in params.items()}
+    held, types = ({name: [specs[name]] * len(layers[name]) for name in params} for specs in (SPECS, SHARDS))
+    return Updated(held, types, mesh), layers
 
 
 def init(optimizer, params, mesh):
     """Return the optimizer's state for this rank's shards."""
-    return optimizer.init(_shards(params, mesh))
+    part, layers = _layers(params, mesh)
+    return optimizer.init(part.shards(layers))
 
 
-def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
-    """Update this rank's shards of the params and gather them, in buckets of layers: (params, state).
+def update(optimizer, grads, state, params, mesh, donate=False):
+    """Update this rank's shards of the params, and gather them layer by layer: (params, state).
 
     With `donate`, params and state are overwritten.
     """
-    mine, state = optimizer.update(grads, state, _shards(params, mesh), donate=donate)
-    new, L = params if donate else tree.map(torch.empty_like, params), len(params["W_in"])
-    count, in_flight = layers_a_bucket(bucket_bytes, params), []
-    for first in range(0, L, count):
-        if count == 1:  # straight into the results
-            slots = new["W_in"][first], new["W_out"][first]
-            pending = gather(mine["W_in"][first], mine["W_out"][first], mesh, slots[0], slots[1])
-        else:
-            bucket = slice(first, first + count)
-            slots = new["W_in"][bucket], new["W_out"][bucket]
-            pending = gather(torch.stack(mine["W_in"][bucket]), torch.stack(mine["W_out"][bucket]), mesh.stacked("L"))
-        in_flight.append((slots, pending))
-        if len(in_flight) > 1:
-            _place(*in_flight.pop(0))
-    _place(*in_flight.pop())
+    part, layers = _layers(params, mesh)
+    mine, state = optimizer.update(grads, state, part.shards(layers), donate=donate)
+    new = params if donate else tree.map(torch.empty_like, params)
+    part.whole(mine, _layers(new, mesh)[1], donate=True)
     return new, state
-
-
-def _place(slots, pending):
-    """Wait for pending params, and copy each to its slot in the result unless it was gathered into the slot."""
-    for slot, W in zip(slots, map(wait, pending), strict=True):
-        if W is not slot:
-            slot.copy_(W)

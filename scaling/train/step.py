@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from scaling import optim, tree
-from scaling.collectives import all_gather, shard, wait
 from scaling.common.limits import LIMITS, Limits
 from scaling.configs import Config
 from scaling.cost.counted import CountedStep
@@ -25,6 +24,7 @@ from scaling.optim.clipping import norm_and_squares
 from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import stored_places
+from scaling.strategies.zero import Updated
 from scaling.trace.count import NUMBERS, Between, Numbers, counted_step
 from scaling.trace.peak import PeakMemory, peak_memory
 from scaling.train import guards
@@ -123,44 +123,24 @@ def trained_types(settings: Settings, mesh) -> dict:
     return transformer.grad_specs(settings.model, mesh, zero=settings.zero)
 
 
-class Updated:
-    """The part of the params that this rank updates, typed as the gradients.
+def updated_part(settings: Settings, mesh) -> Updated:
+    """Return the part of the trained params that this rank updates, typed as the gradients.
 
-    With ZeRO-1 and 2 this part is a shard over X of the params that the rank holds, and the new params are gathered
-    after the update. Otherwise it is all the params that the rank holds.
+    With ZeRO-1 and 2 this part is a shard over X of the params that the rank holds. Otherwise it is all of them.
     """
-
-    def __init__(self, settings: Settings, mesh):
-        self.types, held = trained_types(settings, mesh), tree.leaves(held_types(settings, mesh))
-        self.mesh, self.moved = mesh, [*zip(held, tree.leaves(self.types), strict=True)]
-
-    def shards(self, params) -> Any:
-        """Return the shards to update; a shard that is only a part of its param is a copy."""
-        leaves = zip(tree.leaves(params), self.moved, strict=True)
-        own = [shard(f"{before} -> {after}", W, self.mesh) if before != after else W for W, (before, after) in leaves]
-        return tree.unflatten(params, own)
-
-    def whole(self, shards, params, donate: bool) -> Any:
-        """Gather the updated shards leaf by leaf with the next leaf in flight; with `donate`, write into `params`."""
-        found, coming = [], []
-        for W, old, (before, after) in zip(tree.leaves(shards), tree.leaves(params), self.moved, strict=True):
-            into = old if donate else None
-            line = f"{after} -> {before}"
-            coming.append(all_gather(line, W, self.mesh, async_op=True, out=into) if before != after else W)
-            found += [wait(coming.pop(0))] if len(coming) > 1 else []
-        return tree.unflatten(params, [*found, *map(wait, coming)])
+    return Updated(held_types(settings, mesh), trained_types(settings, mesh), mesh)
 
 
 def begin_state(settings: Settings, mesh, optimizer: optim.Optimizer, params) -> dict:
     """Return the optimizer's state for the part of the params that this rank updates."""
-    return optimizer.init(Updated(settings, mesh).shards(params))
+    return optimizer.init(updated_part(settings, mesh).shards(params))
 
 
 def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limits = LIMITS) -> Callable:
-    """Return f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm, leaves' squares).
+    """Return f(params, (tokens, targets, segments), step, scale).
 
-    The squares are those of `optim.clipping.norm_and_squares`.
-    In a run that moves the biases of experts, their gradients are the tokens by expert, which the norm leaves out.
+    It returns (loss, gradients, loads, the gradients' norm, the squares of leaves), where the loads are those of
+    `split_loads` and the squares those of `optim.clipping.norm_and_squares`.
     `frozen`: the params that have no gradients; `limits`: as in StepOptions.
     """
     config, types = settings.model, trained_types(settings, mesh)
@@ -174,7 +154,8 @@ def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limi
             others | params, inputs, targets, config, mesh, segments=segments, seed=seed, sums=sums, scale=scale,
             limits=limits, loads=settings.balancing > 0, **options,
         )  # fmt: skip
-        return loss, grads, *norm_and_squares(split_loads(grads, settings)[0], types, mesh, limits.row)
+        grads, loads = split_loads(grads, settings)
+        return loss, grads, loads, *norm_and_squares(grads, types, mesh, limits.row)
 
     return f
 
@@ -248,7 +229,7 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict
     steps without a scale; with dropout the host still reads the number of the step.
     """
     check_compiled(settings, mesh.sizes)
-    f, updated = gradients(settings, mesh, frozen=frozen), Updated(settings, mesh)
+    f, updated = gradients(settings, mesh, frozen=frozen), updated_part(settings, mesh)
     f = as_graph(f) if settings.compile else f
     types = updated.types
     moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # Muon is not elementwise
@@ -256,10 +237,9 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict
     def step(params, state, batch, donate: bool = False, read: bool = True):
         number = int(state["step"]) + 1 if read or settings.model.dropout else 0
         scale = float(state.get("scale", 1.0))
-        loss, grads, norm, squares = f(params, batch, number, scale)
+        loss, grads, loads, norm, squares = f(params, batch, number, scale)
         metrics = {"loss": loss, "grad_norm": norm, "squares": squares}
         metrics |= {"scale": scale} if "scale" in state else {}
-        grads, loads = split_loads(grads, settings)
         options = moved | (guards.check_scaled(state, loss, norm, squares, types, mesh, number) if read else {})
         clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
         shards, state = optimizer.update(clipped, state, updated.shards(params), donate=donate, **options)
@@ -297,7 +277,7 @@ def counted_run(
 ) -> CountedStep:
     """Run a step on an abstract mesh, and return its count without peaks; `memory` follows the bytes that are alive."""
     params, batch = step_shapes(settings, mesh)
-    optimizer, updated = optimizer_of(settings), Updated(settings, mesh)
+    optimizer, updated = optimizer_of(settings), updated_part(settings, mesh)
     frozen, trained = split_frozen(settings, params)
     state = begin_state(settings, mesh, optimizer, trained)
     held, states = (sum(numbers.of(x.nbytes) for x in tree.leaves(each)) for each in (params, state))

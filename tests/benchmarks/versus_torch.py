@@ -65,7 +65,7 @@ def ours(strategy, mesh, size: Size, optimizer: str, compiled: bool = False, **o
     init, update = rule.init, rule.update
     if strategy is zero:
         init = partial(zero.init, rule, mesh=mesh)
-        update = partial(zero.update, rule, mesh=mesh, bucket_bytes=options.get("bucket_bytes", 0))
+        update = partial(zero.update, rule, mesh=mesh)
 
     def pure(params, state, In):
         Out, saved = strategy.forward(params, In, mesh)

@@ -9,6 +9,7 @@ in a ring over another. `costs` returns the costs of each.
 """
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,19 +111,21 @@ def _apply(ring: Ring, Q, K, V, segments, sinks=None) -> torch.Tensor:
     return Attention.apply(ring, Q, K, V, segments, sinks)[0]
 
 
-_numbered: list[tuple] = []  # settings that a compiled graph, which holds no meshes, refers to by number
+_numbered: list[tuple] = []  # meshes and settings that a compiled graph, which holds no meshes, refers to by number
 
 
 def _number(mesh, *setting) -> int:
     torch.compiler.allow_in_graph(_in_graph)
-    if (mesh, *setting) not in _numbered:
-        _numbered.append((mesh, *setting))
-    return _numbered.index((mesh, *setting))
+    call = weakref.ref(mesh), *setting  # the list keeps no mesh alive
+    if call not in _numbered:
+        _numbered.append(call)
+    return _numbered.index(call)
 
 
 def _in_graph(number: int, Q, K, V, segments, sinks) -> torch.Tensor:
     """Compute one call of a compiled graph; inlined, its Functions would be refused, because they have a jvp."""
-    return _attention(Q, K, V, segments, sinks, *_numbered[number])
+    mesh, *setting = _numbered[number]
+    return _attention(Q, K, V, segments, sinks, mesh(), *setting)
 
 
 def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, segments, scale) -> None:
