@@ -130,9 +130,9 @@ def main(argv=None) -> int:
     if args.port is not None:
         pages = args.pages or min(most, slots * -(-CONTEXT // args.page))
         return _over_http(args, what, _options(args, what, pages, groups))
-    text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
+    data = sys.stdin.buffer.read() if args.input == "-" else Path(args.input).read_bytes()
     most, how = args.max_new_tokens or 64, what.defaults.sampling
-    lines, bad = read_requests(text, what.tokenizer, what.config.V, what.ends, most, how)
+    lines, bad = read_requests(data, what.tokenizer, what.config.V, what.ends, most, how)
     if not lines and not bad:
         raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
     pages, refused = args.pages, []
@@ -207,7 +207,8 @@ def _report(args, what: Served, lines: list[RequestLine], bad: list[dict], serve
     """Write the completions, print the errors of the other lines, and return how many were served."""
     rows = {line.request.id: completion(line, served.requests[line.request.id], what) for line in lines}
     rows |= {row["line"]: row for row in bad}
-    Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))
+    text = "".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows))
+    Path(args.output).write_text(text, encoding="utf-8")
     for row in rows.values():
         if "error" in row:
             complain(f"{args.input}: line {row['line']}: {row['error']}")

@@ -333,7 +333,7 @@ class RequestLine(NamedTuple):
     request: Request
 
 
-def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], unsaid: Defaults) -> RequestLine:
+def _read_line(number: int, text: bytes, tokenizer, V: int, ends: tuple[int, ...], unsaid: Defaults) -> RequestLine:
     """Return the request of a line; a ValueError names the line's mistake."""
     fields = Fields(text)
     fields.only(KNOWN)
@@ -351,14 +351,16 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
 
 
 def read_requests(
-    text: str, tokenizer, V: int, ends: tuple[int, ...], most: int, how: Sampling | None = None
+    data: bytes, tokenizer, V: int, ends: tuple[int, ...], most: int, how: Sampling | None = None
 ) -> tuple[list[RequestLine], list[dict]]:
     """Return the requests, and the errors of the other lines; lines are numbered from 1, and empty ones are left out.
+
+    A newline alone ends a line of JSON, because a text in it may have the other line ends of Unicode.
 
     `most` and `how`: the new tokens of a line that does not say how many, and how they are drawn (default: greedily).
     """
     lines, bad = [], []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:
                 lines.append(_read_line(number, line, tokenizer, V, ends, Defaults(most, how=how or Sampling())))

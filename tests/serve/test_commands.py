@@ -208,10 +208,11 @@ def served(said, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
     def run(lines, *options, code=0):
-        source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        texts = [line if isinstance(line, str | bytes) else json.dumps(line) for line in lines]
+        source.write_bytes(b"\n".join(text if isinstance(text, bytes) else text.encode() for text in texts))
         words = ["--input", str(source), "--output", str(target), "--max-new-tokens", "8", *options]
         out, error = said("serve", words, code)
-        rows = [json.loads(line) for line in target.read_text().splitlines()] if target.is_file() else []
+        rows = [json.loads(line) for line in target.read_text().split("\n")[:-1]] if target.is_file() else []
         return rows, out, error
 
     return run
@@ -240,6 +241,15 @@ def test_serve_a_file(served, folder):
     assert "a cache in pages cannot do" in served(GOOD, "--form", "sequence", code=1)[2]
     assert "0 of 1 served\n" in served(["{"], code=1)[1]
     assert "holds no request" in served([""], code=1)[2]
+
+
+def test_a_line_of_a_file_is_utf8_and_ends_with_a_newline(served):
+    """Not with the other line ends of Unicode, which a text may have."""
+    text = "a\u2028b\x85c"
+    (first, second), _, error = served([json.dumps({"prompt": text}, ensure_ascii=False), b'{"prompt": "caf\xe9"}'])
+    assert first["ids"] == completed(text.encode(), 8)
+    assert "line 2: is not JSON: 'utf-8' codec can't decode byte 0xe9" in error
+    assert "is not JSON: 'utf-8'" in second["error"]
 
 
 def test_requests_that_do_not_fit_are_refused_alone(served):

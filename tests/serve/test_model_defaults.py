@@ -109,7 +109,7 @@ def test_a_request_is_drawn_as_the_model_asks_where_it_does_not_say():
     def drawn(**fields) -> Sampling:
         body = json.dumps({"prompt": "a"} | fields)
         over_http = read_body(body.encode(), model, False, itertools.count()).requests[0].draw.how
-        (line,), _ = read_requests(body, ByteText(), 256, (), 5, own)
+        (line,), _ = read_requests(body.encode(), ByteText(), 256, (), 5, own)
         assert line.request.draw.how == over_http
         return over_http
 

@@ -54,7 +54,7 @@ def test_a_file_s_own_truncation_and_padding_change_no_token(tmp_path, which, te
     loaded.no_padding()
     (tmp_path / "text.txt").write_text(text)
     ids = open_corpus(tmp_path / "text.txt", by := tokenizer(file)).between(0, len(text.split()))[0].tolist()
-    (request,), _ = read_requests(json.dumps({"prompt": text}), by, 32, (), 1)
+    (request,), _ = read_requests(json.dumps({"prompt": text}).encode(), by, 32, (), 1)
     assert ids == loaded.encode(text).ids
     assert list(request.request.prompt) == by.encode(text, special=True) == loaded.encode(text).ids
 
