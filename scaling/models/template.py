@@ -220,7 +220,10 @@ def _table(options: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message for a template: without nulls, and with its reasoning under the keys that templates read."""
+    """Return a message for a template: without nulls, and with its reasoning under the keys that templates read.
+
+    transformers' `apply_chat_template` does both from version 5 on, and its `render_jinja_template` only the second.
+    """
     found = {key: value for key, value in message.items() if value is not None}
     thought = next((found[name] for name in REASONING if name in found), None)
     return found if thought is None else {"thinking": thought} | found | {"reasoning_content": thought}
