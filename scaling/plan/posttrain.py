@@ -189,10 +189,10 @@ def divisions(asked: PosttrainJob, hardware: Chip, chips: int) -> list[Division]
         fewer = (1 << i for i in reversed(range(min(chips, asked.job.batch).bit_length())))
         others = *(chips << i for i in range(1, 10)), *fewer
         enough = next((n for n in others if _division(asked, hardware, n, n, False)), 0)
-        change = "more prompts" if 0 < enough < chips else "fewer prompts, or shorter answers"
+        change = "or more prompts" if 0 < enough < chips else "fewer prompts, or shorter answers"
         raise ValueError(
             f"{asked.config.name} with {asked.job.batch:,} tokens a step fits {chips:,} {hardware.name} neither "
-            f"colocated nor divided\n  fix: give {f'{enough:,}' if enough else 'more'} chips, or {change}"
+            f"colocated nor divided\n  fix: give {f'{enough:,}' if enough else 'more'} chips, {change}"
         )
     return sorted(found, key=lambda one: one.seconds)
 

@@ -21,8 +21,8 @@ def slice_name(shape: Sequence[int]) -> str:
 
 
 def gain(ratio: float) -> str:
-    """Return a ratio as a change in percent, such as +12%."""
-    return f"{ratio - 1:+.0%}" if abs(ratio - 1) >= 0.005 else "as much"
+    """Return a ratio as a change in percent, such as +12%, or as a multiple from 10 on."""
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio - 1:+.0%}" if abs(ratio - 1) >= 0.005 else "as much"
 
 
 def named_slices(one: ServingPlan) -> str:
@@ -173,7 +173,7 @@ def text(found: Sequence[ServingPlan], best: ServingPlan, top: int, price: float
     asked = f"{s.config.name} on {best.chip.name}: weights {s.weights}, KV cache {s.kv}, FLOPs in {s.compute}; context "
     asked += f"{s.context:,} ({s.prompt:,} + {s.generated:,}){within}"
     lines = [asked, *counted_without(s.config), ""]
-    if best is not found[0]:
+    if best != found[0]:
         lines += ["Latency against throughput, as forecast (balanced: the fastest at half of the most tokens/s):"]
         names: dict[ServingPlan, list[str]] = {}
         for name, one in tradeoff(found).items():
@@ -211,9 +211,7 @@ def text(found: Sequence[ServingPlan], best: ServingPlan, top: int, price: float
     if others := others_than(best, found, top):
         lines += ["", "Others, as forecast:", plan_table(others, dollars)]
     if changed := _changes(found[0], **fixed):
-        most = (
-            f"the most tokens/s by the bound, {per_second(found[0].per_chip)} a chip" if best is not found[0] else "it"
-        )
+        most = f"the most tokens/s by the bound, {per_second(found[0].per_chip)} a chip" if best != found[0] else "it"
         lines += ["", f"What would change {most}:"]
         lines += [
             f"  {what}: {named_slices(one)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
