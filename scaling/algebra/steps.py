@@ -179,7 +179,7 @@ def moved(before: Sequence, after: Sequence) -> tuple[list, list]:
 
 
 def common_prefix(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
-    """Return the axes with which both begin."""
+    """Return the axes at the beginning of both sequences, as far as these are equal."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
     return tuple(axis for axis, _ in same)
 

@@ -37,7 +37,7 @@ def rounding(text: str) -> tuple[float, float]:
 
 
 def off(book: str, ours: float) -> tuple[float, float]:
-    """Return how far ours is from the book's number: relative to it, and in units of its last digit."""
+    """Return the difference of our number and the book's: relative to the book's, and in units of its last digit."""
     value, unit = rounding(book)
     return (ours - value) / abs(value) if value else float(ours != 0), (ours - value) / unit
 

@@ -107,7 +107,7 @@ def any_dim(size: int) -> Dim:
 
 
 def name_along(dim: Dim) -> "str | None":
-    """Return the name of a dim, or None if it is merged or not known."""
+    """Return the name of an array's dim, or None if several dims were merged into it or its name is not known."""
     return dim[0].name if len(dim) == 1 else None
 
 

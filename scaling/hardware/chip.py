@@ -41,7 +41,7 @@ class Level:
         return self.links * self.link_bw
 
     def group_bw(self, children: int) -> float:
-        """Return the bytes/s of one child each way within a group of this many children."""
+        """Return the bytes/s that each child can send, and receive, in a group of this many children of a switch."""
         return self.child_bw * (1 if self.switched or children < 2 else (children - 1) / (self.degree - 1))
 
 

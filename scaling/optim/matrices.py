@@ -109,7 +109,10 @@ def _with_rest(matrices, rule: Optimizer, rest: Optimizer) -> Optimizer:
 def orthogonalized(
     changes: Sequence[Tensor], views: Sequence["Matrices"], mesh, form: str, intensity: float, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return each change with orthogonal matrices; matrices of one shape and type are sent together, largest first."""
+    """Return the changes with every matrix in them made orthogonal.
+
+    Matrices of one shape and type are sent together, and the largest are sent first.
+    """
     groups: dict[Any, list[int]] = {}
     for i, (change, view) in enumerate(zip(changes, views, strict=True)):
         groups.setdefault((view.stack(mesh), view.shape(change)), []).append(i)

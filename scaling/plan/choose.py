@@ -71,7 +71,7 @@ class MeshChoice:
 def mesh_name(sizes: Mapping[str, int], settings: Settings) -> str:
     """Return "X=8 (ZeRO-1)": a mesh, ZeRO where X does not shard the params, and the schedule where it is not 1F1B."""
     words = [f"ZeRO-{settings.zero}"] if settings.zero != 3 and sizes.get("X", 1) > 1 else []
-    words += filter(None, [settings.schedule_on(sizes)])
+    words += filter(None, [settings.pipeline_on(sizes)])
     return format_sizes(sizes) + (f" ({', '.join(words)})" if words else "")
 
 

@@ -68,7 +68,10 @@ def error_line(job: Job, chip: Chip) -> str:
 
 
 def family(l: Layout) -> Amount:
-    """Return a bit mask of the axes that a layout splits: pipe, context, expert, tensor, FSDP, and not replicas."""
+    """Return a bit mask of the axes that a layout splits: pipe, context, expert, tensor and FSDP.
+
+    Axes of replicas do not count.
+    """
     split = l.pipe > 1, l.context > 1, l.expert > 1, l.tensor > 1, l.zero == 3
     return sum(np.where(one, 1 << i, 0) for i, one in enumerate(split))
 

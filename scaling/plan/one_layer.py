@@ -77,7 +77,10 @@ class Pass:
 
 
 def play(name: str, layer: list[Operation]) -> Pass:
-    """Simulate BEFORE copies of a layer, so that the last is like all later ones; return it, timed from its start."""
+    """Simulate a pass through BEFORE equal layers, and return the last of them with times from its own start.
+
+    By then each layer takes as long as the one before.
+    """
     ran, free, now, ready, fed, start = [], {}, 0.0, 0.0, 0.0, 0.0
     for _ in range(BEFORE):
         start = now = max(now, ready)

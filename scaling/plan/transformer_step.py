@@ -60,7 +60,7 @@ def predict_transformer(
     one, all_ = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
     faster = max(1.0, min(Z, one.bandwidth / all_.bandwidth)) if one and all_ else 1.0
     kinds: dict[tuple, tuple] = {}  # of stages: whether first, whether last, and the number of empty slots
-    stages, slots = [], slots_of(settings.model, AbstractMesh(sizes), settings.schedule_on(sizes))
+    stages, slots = [], slots_of(settings.model, AbstractMesh(sizes), settings.pipeline_on(sizes))
     for z in range(Z):
         own = slots[z * len(slots) // Z : (z + 1) * len(slots) // Z]
         kind = z == 0, z == Z - 1, own.count(-1)

@@ -173,7 +173,10 @@ def gather_matrix(precision: str, x: Tensor, stored: Spec, used: Spec, inputs: s
 
 
 def form_of(W: Spec, inputs: str, back: bool) -> tuple[Spec, tuple[int, ...]]:
-    """Return a matrix's type in a pass, as `matrix_of` does. The arguments are as in `gather_matrix`."""
+    """Return a stored array's type as a matrix of the forward or (`back`) the backward pass, as `matrix_of` does.
+
+    The arguments are as in `gather_matrix`.
+    """
     dims = [dim for dim in W.dim_names if dim != "E"]  # each expert has a matrix
     groups = [[dim for dim in dims if (dim in inputs) is which] for which in (True, False)]
     return matrix_of(W, [["E"], *groups], groups[back])

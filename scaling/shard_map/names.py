@@ -256,7 +256,7 @@ def comparable(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Ten
 
 
 def collected(x: Tensor, bound: Bound, call: Call) -> Tensor:
-    """Run the call on x, which stays unreduced or reduced over other axes."""
+    """Run a collective on x, and keep the marks that x has over the axes that the collective does not use."""
     return marked(apply_typed(x, bound, call), marks(x).without(call.axes))
 
 

@@ -73,9 +73,10 @@ def chart(
     series: Series, xlabel: str = "", ylabel: str = "", title: str = "", width: int = 72, height: int = 18,
     log: bool | str = True, points: Series | None = None, marks: PointLabels = (),
 ) -> str:  # fmt: skip
-    """Return the chart as text of `width` columns, with a margin of 11; lines join `series`, but not `points`.
+    """Draw the chart as text of `width` columns, with a margin of 11.
 
-    Later ones are drawn over earlier ones, and all of them over the `marks`. `log` is True, False, "x" or "y".
+    The values of each of `series` are joined by lines; those of `points` are not. Later series are drawn over earlier
+    ones, and all of them over the `marks`. `log` names the logarithmic axes: True (both), False, "x" or "y".
     """
     points, logs = points or {}, logarithmic(log)
     if len(series) + len(points) > len(GLYPHS):

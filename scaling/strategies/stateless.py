@@ -228,7 +228,7 @@ class Watch(TorchDispatchMode):
         self.inside.append(part)
 
     def leave(self, part: nn.Module, *_) -> None:
-        """Note that a part of the module has run."""
+        """Note that the module's part has returned; the innermost part that is still running is named in errors."""
         if part in self.inside:  # else another thread's, which had entered before
             self.inside.remove(part)
 

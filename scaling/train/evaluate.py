@@ -103,7 +103,7 @@ def continuation(params, settings: Settings, mesh) -> str:
     The params are gathered on every rank, and rank 0 then runs the model as on one device. Tokens are drawn by the
     run's seed.
     """
-    layout = {"zero": settings.zero, "schedule": settings.schedule_on(mesh.sizes)}
+    layout = {"zero": settings.zero, "schedule": settings.pipeline_on(mesh.sizes)}
     whole = transformer.unshard(with_adapters(params, settings, mesh), settings.model, mesh, **layout)
     by = tokenizer_in(settings)
     if mesh.rank:

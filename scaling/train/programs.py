@@ -109,7 +109,7 @@ def traced_depths(
         few, full = 2, 2 * Z if chunks > 1 else 2
     else:
         few, full = 2, busy_from(Z, z, LIMITS.ahead, in_rounds)
-    if memory and Z > 1 and (2 * full >= M or (settings.schedule_on(sizes) and not in_rounds)):
+    if memory and Z > 1 and (2 * full >= M or (settings.pipeline_on(sizes) and not in_rounds)):
         full = M  # one run of all microbatches takes less than runs of two smaller numbers
     unit, dense = period(model) * Z * chunks, model.dense_layers
     first = 2 * unit if isinstance(dense, tuple) else dense  # counts are linear from two runs of each kind on
@@ -137,7 +137,7 @@ def short_pipelines(
         return []
     few = 2 if z in (0, Z - 1) else 3  # the stages of the shorter pipeline
     start = {n: 3 * n if chunks > 1 else 4 for n in (few, few + 1)}  # microbatches, by stages
-    if memory and (few == 3 or (settings.schedule_on(sizes) and not in_rounds)):
+    if memory and (few == 3 or (settings.pipeline_on(sizes) and not in_rounds)):
         return []
     if memory and model.tied and z == 0 and in_rounds:  # a table's gradient may be fullest in long ones alone
         return []

@@ -174,13 +174,13 @@ class Settings:
         rate = (0.0 if self.weights else 0.001) if self.bias_rate is None else self.bias_rate
         return rate if biased else 0.0
 
-    def schedule_on(self, sizes: Mapping[str, int]) -> str | None:
+    def pipeline_on(self, sizes: Mapping[str, int]) -> str | None:
         """Return the pipeline's schedule as `StepOptions` takes it: None is 1F1B, or a mesh without stages."""
         return self.pipeline if sizes.get("Z", 1) > 1 and self.pipeline != "1f1b" else None
 
     def layout(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Return the options on a mesh of these sizes that say how params are stored."""
-        return {"zero": self.zero, "schedule": self.schedule_on(sizes), "lora": self.adapters}
+        return {"zero": self.zero, "schedule": self.pipeline_on(sizes), "lora": self.adapters}
 
     def step_options(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Return the options of the step on a mesh of these sizes, as `StepOptions` has them."""

@@ -55,7 +55,7 @@ def to_mesh(x: torch.Tensor, mesh) -> torch.Tensor:
 
 def stored_layout(settings: Settings, mesh) -> tuple[dict, dict[str, list[int]]]:
     """Return the types in which the model's params are stored, and the places of their slots (`stored_places`)."""
-    config, schedule = settings.model, settings.schedule_on(mesh.sizes)
+    config, schedule = settings.model, settings.pipeline_on(mesh.sizes)
     return transformer.specs(config, mesh, zero=settings.zero), stored_places(config, mesh, schedule)
 
 

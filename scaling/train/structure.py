@@ -154,7 +154,10 @@ def rows_of_rank(settings: Settings, sizes: Mapping[str, int]) -> int:
 
 
 def traced_windows(settings: Settings, sizes: Mapping[str, int], T: int, coord: Mapping[str, int] | None) -> tuple:
-    """Return the windows to trace by layer, and ((window, scores per head that the rank's tokens see), ...)."""
+    """Return each layer's window in the trace, and the scores per head that the rank computes with each window.
+
+    The second result is ((window, scores), ...).
+    """
     C, windows = sizes.get("C", 1), settings.model.windows
     if settings.model.chunked or C == 1:  # only which layers share a mask matters; a chunk is masked as a document
         order = [*dict.fromkeys(windows)]

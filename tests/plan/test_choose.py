@@ -102,9 +102,9 @@ def test_on_a_chip_of_the_catalogue_what_is_fastest_by_formula_is_counted():
     (first,), refused = choose.choices(some, 8, chip("h100"), most=1)
     assert (first.sizes, refused) == ({"X": 8}, [])
     small = replace(chip("h100"), hbm_bytes=7e9)
-    assert "X=8: a chip needs 8.73 GB" in choose.choices(some, 8, replace(small, hbm_bytes=1e9))[1]
+    assert "X=8: a chip needs 8.70 GB" in choose.choices(some, 8, replace(small, hbm_bytes=1e9))[1]
     found, refused = choose.choices(some, 8, small, most=2)
-    assert refused == ["X=4, Y=2: a rank needs 6.77 GB of 6.30"]
+    assert refused == ["X=4, Y=2: a rank needs 6.74 GB of 6.30"]
     assert [one.sizes for one in found] == [{"X": 2, "Y": 4}, {"Y": 8}]
     for one in found:
         assert one.memory == count(some, one.sizes).memory < ROOM * 7e9

@@ -56,7 +56,7 @@ def resumed(mesh, settings, whole) -> float:
     with patch.object(ShardReader, "__call__", lambda self, *block: Counted(real(self, *block), taken)):
         state, step, _ = load_or_init(settings, mesh, optimizer_of(settings), specs, record_of(settings))
     slots, V, data = (
-        slots_of(MODEL, mesh, settings.schedule_on(mesh.sizes)),
+        slots_of(MODEL, mesh, settings.pipeline_on(mesh.sizes)),
         padded_sizes(MODEL, mesh)["V"],
         state.pop("data"),
     )

@@ -100,7 +100,7 @@ def trained(mesh, settings):
     most = min(peaks[-2:])  # a message's buffer may live a little longer while the machine is busy
     did = counted_step(memory.log.events, between)
     taken = *held, did.collectives, most, did.sent, did.flops
-    layout = {"zero": settings.zero, "schedule": settings.schedule_on(mesh.sizes)}
+    layout = {"zero": settings.zero, "schedule": settings.pipeline_on(mesh.sizes)}
     whole = transformer.unshard(state.get("master", params), settings.model, mesh, **layout)
     return taken, scales, losses, whole
 
@@ -290,7 +290,7 @@ def test_held_out_and_training_losses_are_the_mean_over_documents_on_any_mesh(me
     for on, batch, microbatches in (ONE, 11, 1), (ONE, 8, 2), (mesh, 4, 1):  # one batch; of 4, 4 and 3 sequences
         settings = replace(SETTINGS, batch=batch, seq=32, microbatches=microbatches, eval_batches=0)
         held = Batches(corpus, batch, 32, 0, 0, len(IDS))
-        mine = transformer.shard(params, SAMPLED, on, schedule=settings.schedule_on(on.sizes))
+        mine = transformer.shard(params, SAMPLED, on, schedule=settings.pipeline_on(on.sizes))
         found = evaluate.evaluate(mine, [held], settings, on, lambda: torch.zeros(1))
         assert found == pytest.approx(total / count, rel=1e-12)
         rows = held.rows([*range(11), 0])  # 12 rows, which meshes divide: the first one, again, ...
@@ -304,7 +304,7 @@ def test_held_out_and_training_losses_are_the_mean_over_documents_on_any_mesh(me
 def test_the_same_text_on_every_mesh_and_cold_what_serving_gives(mesh):
     params = model.init(SAMPLED, 5, torch.float64)
     with mock.patch.object(evaluate, "LENGTH", 16):
-        held = transformer.shard(params, SAMPLED, mesh, schedule=SETTINGS.schedule_on(mesh.sizes))
+        held = transformer.shard(params, SAMPLED, mesh, schedule=SETTINGS.pipeline_on(mesh.sizes))
         found = evaluate.continuation(held, SETTINGS, mesh)
         assert found == ("" if mesh.rank else evaluate.continuation(params, SETTINGS, ONE))
         if mesh.rank == 0:

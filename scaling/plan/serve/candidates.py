@@ -116,7 +116,7 @@ class ServingPlan:
 
     @cached_property
     def load(self) -> serving.Load:
-        """The service's load, with the copies of weights that several chips have.
+        """The service's bytes and FLOPs, where weights that several chips store count once for each of them.
 
         W_K and W_V, or W_DQ and W_DKV, are split over no more axes than their cache. All weights but experts are copied
         along E, and in the form "experts" the shared experts along Y.

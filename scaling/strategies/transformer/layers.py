@@ -331,9 +331,10 @@ def group_layers(step: TrainStep, params: Mapping) -> LayerGroup:
 
 
 def group_stage(step: TrainStep, params: Mapping, layers: range, out=None) -> LayerGroup:
-    """Return the group of a stage's `layers`, indices in the stack "layers" of the model.
+    """Return the group of layers that a stage runs.
 
-    The first stage runs the dense layers before those with experts, as the group below.
+    `layers` are indices in the model's stack "layers". If the model begins with dense layers before those with experts,
+    the first stage runs them too, as the group below.
     """
     dense = len(step.config.dense)
     below = LayerGroup(step, params, "dense", reduce_when="end") if dense and layers.start == 0 else None
