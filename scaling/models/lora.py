@@ -9,8 +9,11 @@ the type of W in `models.leaves`: A has the inputs of W and the rank r, B has r 
     W_in[L_Z, E_E, D_X, F_Y]   A[L_Z, E_E, D_X, r]  B[L_Z, E_E, r, F_Y]
 
 So s A B is a product of shards with the type of W, which takes no communication. Adapters are a separate tree, by the
-stack of the layers: {"layers": {"W_Q": {"A": ..., "B": ...}}}, and "dense" in models with dense layers first. The sum
-has the dtype of W, so training computes exactly as the merged model does.
+stack of the layers: {"layers": {"W_Q": {"A": ..., "B": ...}}}, and "dense" in models with dense layers first.
+
+The sum has the dtype of W, so training computes exactly as the merged model does. In bfloat16 the sum loses what is
+below half a unit in the last place of W: where s A B is 1e-3 of W, 78% of its effect on x W; at 1e-2 17%, at 1e-1 2%.
+PEFT computes x W + s (x A) B, which loses 0.3%, and loses as much as is lost here when the adapters are merged.
 """
 
 from collections.abc import Mapping
@@ -52,6 +55,18 @@ class Lora:
         if len({*self.on}) < len(self.on) or self.rank < 1:
             what = f"rank {self.rank} on {', '.join(self.on)}"
             raise ValueError(f"adapters of {what}\n  fix: give a rank of at least 1, and each matrix once")
+
+
+def rounding_note(lora: Lora | None, dtype: str) -> str:
+    """Return a warning if the sums W + s A B are rounded to 16 bits, or "" if they are not."""
+    if lora is None or dtype not in ("bf16", "fp16"):
+        return ""
+    bits = {"bf16": 8, "fp16": 11}[dtype]
+    return (
+        f"--dtype {dtype}: each sum W + s A B is rounded to {bits} bits, so adapters that are small against W have "
+        "little effect: in bf16 78% of it is lost where s A B is 1e-3 of W, 17% at 1e-2, 2% at 1e-1"
+        "\n  fix: give --dtype fp32, or a larger --lora-alpha or --lr"
+    )
 
 
 def sizes_of(config: Config, lora: Lora) -> dict[str, int]:

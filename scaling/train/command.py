@@ -25,6 +25,7 @@ from scaling.common.torchrun import first_rank, this_rank, world_size
 from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
+from scaling.models.lora import rounding_note
 from scaling.models.text import NAME
 from scaling.spec.sizes import format_sizes, parse_mesh
 from scaling.train import compare, corpus, dry, evaluate, export, flight
@@ -152,7 +153,8 @@ def main(argv=None) -> int:
         sizes = shrink_mesh(declared, world)
     asked, settings = settings, with_more_microbatches(settings, declared, sizes)
     unbalanced = unbalanced_note(settings) if args.aux_coef is None else ""
-    for note in filter(None, (loss_note(asked, settings), unbalanced) if first_rank() else ()):
+    notes = loss_note(asked, settings), unbalanced, rounding_note(settings.adapters, settings.dtype)
+    for note in filter(None, notes if first_rank() else ()):
         print(f"warning: {note}", file=sys.stderr, flush=True)
     held_types(settings, AbstractMesh(sizes))  # for its refusals
     check_compiled(settings, sizes)

@@ -17,7 +17,7 @@ from scaling.trace import Event, Log, trace
 LAST, WIDTH = 64, 192  # the number of lines in a record, and the bytes of each line
 TOOK, TEXT = 32, WIDTH - 46  # the column of a collective's duration, and the bytes of its description
 LATE = ("Send", "Recv", "Transfer", "AllToAll")  # some of these are only reported when they start
-NAME, ALL = "flight-{:04d}.txt", "flight-????.txt"
+NAME, ALL = "flight-{:04d}.txt", "flight-*.txt"
 
 
 class Flight:
@@ -67,10 +67,10 @@ class Flight:
 def records(folder) -> dict[int, list[str]]:
     """Return {rank: its last collectives, the newest last}."""
     found = {}
-    for path in sorted(Path(folder).glob(ALL)):
+    for path in Path(folder).glob(ALL):
         lines = sorted(text for text in path.read_text(errors="replace").splitlines() if text.strip())
-        found[int(path.stem[-4:])] = [format_line(text) for text in lines]
-    return found
+        found[int(path.stem.removeprefix("flight-"))] = [format_line(text) for text in lines]
+    return dict(sorted(found.items()))
 
 
 def format_line(text: str) -> str:

@@ -14,7 +14,7 @@ from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import adapters, hf
 from scaling.models import transformer as model
-from scaling.models.lora import MATRICES, Lora
+from scaling.models.lora import MATRICES, Lora, rounding_note
 from scaling.spec import ShardingError
 from scaling.strategies import transformer
 from scaling.trace import trace
@@ -174,6 +174,25 @@ def test_adapters_of_another_model_are_refused(folder):
     for config, how in staged:
         with pytest.raises(ShardingError, match="as many on each stage Z"):
             transformer.specs(config, AbstractMesh({"Z": 2}), lora=Lora(2, ("W_O",)), **how)
+
+
+@pytest.mark.parametrize(("size", "lost"), [(1e-3, 0.78), (1e-2, 0.17), (1e-1, 0.02)])
+def test_the_warning_of_rounding_says_what_is_lost(size, lost):
+    g = torch.Generator().manual_seed(0)
+    config = PLAIN.with_(L=1, D=512, N=8, K=8, H=64)
+    W = model.init(config, 0, torch.bfloat16)
+    on = Lora(8, ("W_Q",), 8.0)
+    own = adapters.init(config, on, 1, torch.float64)
+    B = torch.randn(1, 8, 8, 64, generator=g, dtype=torch.float64)
+    A, plain = own["layers"]["W_Q"]["A"].flatten(0, -2), W["layers"]["W_Q"].double()
+    B *= size * plain.std() / (A @ B.flatten(2)[0]).std()
+    own["layers"]["W_Q"]["B"] = B
+    exact = (A @ B.flatten(2)[0]).view(plain.shape)
+    low = tree.map(torch.Tensor.bfloat16, own)
+    error = adapters.merged(W, low, on, config)["layers"]["W_Q"].double() - plain - exact
+    assert (error.norm() / exact.norm()).item() == pytest.approx(lost, abs=0.02)
+    assert f"{lost:.0%}" in rounding_note(on, "bf16")
+    assert rounding_note(on, "fp32") == rounding_note(None, "bf16") == ""
 
 
 LATENTS = Lora(3, ALL.on[:5], 6.0)

@@ -210,13 +210,14 @@ def test_a_ring_of_the_last_and_the_command(capsys):
     for words in ("no run is here", "its ranks have sent nothing"):
         assert words in refusal(capsys, "flight .")
         Path("run.toml").touch()
+    flight.Flight(".", 10_000)  # a rank whose number is wider than the others' names
     record = flight.Flight(".", 3)
     for number in range(1, 40):
         with record.step(number):
             for name in ("a", "b", "W" * 300):
                 all_reduce(f"{name}[D] {{U_X}} -> {name}[D]", torch.ones(2), ONE)
-    (lines,) = flight.records(".").values()
-    assert len(lines) == flight.LAST
+    lines, none = flight.records(".").values()
+    assert ([*flight.records(".")], none, len(lines)) == ([3, 10_000], [], flight.LAST)
     assert [text.split()[2] for text in lines[-4:]] == ["38", "39", "39", "39"]
     assert Path("flight-0003.txt").stat().st_size == flight.LAST * flight.WIDTH
     assert train("flight . --last 1") == 0
