@@ -22,7 +22,9 @@ def slice_name(shape: Sequence[int]) -> str:
 
 def gain(ratio: float) -> str:
     """Return a ratio as a change in percent, such as +12%, or as a multiple from 10 on."""
-    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio - 1:+.0%}" if abs(ratio - 1) >= 0.005 else "as much"
+    if ratio >= 10:
+        return f"{ratio:,.0f} times"
+    return f"{ratio - 1:+.0%}" if abs(ratio - 1) >= 0.005 else "as much"
 
 
 def named_slices(one: ServingPlan) -> str:
