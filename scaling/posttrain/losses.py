@@ -76,7 +76,7 @@ def shares(mask: Tensor, lengths: Tensor, total: "Tensor | int", mean: str) -> T
 
     Args:
         mask: bool[R, T], whether a token was drawn.
-        lengths: [R], the numbers of drawn tokens in whole rows, of which the mask may hold a part.
+        lengths: [R], the number of drawn tokens in each whole row; the mask may hold a part of the row's tokens.
         total: The number of drawn tokens in all rows with "token", the number of all rows with "sequence".
         mean: "token" or "sequence".
     """

@@ -230,7 +230,7 @@ class Pace:
         self.steps.append((seconds, min(waited, seconds)))
 
     def slow(self, mesh, step: int) -> str:
-        """Return a warning that names the slow ranks, or "" if there is none; then forget the recorded steps.
+        """Return a warning that names the slow ranks, or "" if no rank is slow; then forget the recorded steps.
 
         All ranks call it. Each rank gives its quickest step, because other work on the machine can only add time.
         """
