@@ -28,12 +28,12 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
         raise ValueError(f"{NOT_FINITE}\n  fix: mend the params")
     if how.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(torch.float64)
-    (row,), used = _numbers([how], logits.shape[-1])
-    return _filtered(logits, top, torch.tensor(row, dtype=torch.float64, device=logits.device), used)
+    (row,), width, any_min_p = _numbers([how], logits.shape[-1])
+    return _filtered(logits, top, torch.tensor(row, dtype=torch.float64, device=logits.device), width, any_min_p)
 
 
-def _numbers(hows: Sequence[Sampling], V: int) -> tuple[list[tuple[float, ...]], tuple[bool, ...]]:
-    """Return (temperature, top_k, top_p, min_p) of each, and whether any has a top_k, a top_p, a min_p.
+def _numbers(hows: Sequence[Sampling], V: int) -> tuple[list[tuple[float, ...]], int, bool]:
+    """Return (temperature, top_k, top_p, min_p) of each, how many likeliest tokens to sort, and whether any has min_p.
 
     Where there is no filter, the number is one that keeps all tokens.
     """
@@ -41,22 +41,35 @@ def _numbers(hows: Sequence[Sampling], V: int) -> tuple[list[tuple[float, ...]],
     for how in hows:
         top_p = math.inf if how.top_p is None or how.top_p == 1 else how.top_p
         rows.append((how.temperature or 1.0, min(how.top_k or V, V), top_p, how.min_p or 0.0))
-    _, top_k, top_p, min_p = zip(*rows, strict=True)
-    return rows, (min(top_k) < V, min(top_p) < 1, max(min_p) > 0)
+    width = max([top_k for _, top_k, top_p, _ in rows if top_k < V or top_p < 1], default=0)
+    return rows, width, any(min_p > 0 for *_, min_p in rows)
 
 
-def _filtered(logits: Tensor, top: Tensor, numbers: Tensor, used: Sequence[bool]) -> Tensor:
-    """Return p[..., V], filtered by numbers[4], or by numbers[4, ..., 1] of each row; `used`: the filters to apply."""
+def _filtered(logits: Tensor, top: Tensor, numbers: Tensor, width: int, any_min_p: bool) -> Tensor:
+    """Return p[..., V], filtered by numbers[4], or by numbers[4, ..., 1] of each row; `width` as in `_numbers`."""
     temperature, top_k, top_p, min_p = numbers
-    p = ((logits.to(torch.float64) - top) / temperature).softmax(-1)
-    if used[0]:  # of equals the lower id comes first
-        p = _kept(p, p.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) < top_k)
-    if used[1]:
-        order = p.sort(dim=-1, descending=True, stable=True).indices
-        falling = p.gather(-1, order)
-        before = falling.cumsum(-1) - falling  # the likeliest token has nothing before it, and so stays
-        p = _kept(p, torch.empty_like(p, dtype=torch.bool).scatter_(-1, order, before < top_p))
-    return _kept(p, p >= min_p * p.amax(-1, keepdim=True)) if used[2] else p
+    scores = (logits.to(torch.float64) - top) / temperature
+    if width:
+        scores = scores.masked_fill(~_likeliest(logits, top, temperature, top_k, top_p, width), -math.inf)
+    p = scores.softmax(-1)
+    return _kept(p, p >= min_p * p.amax(-1, keepdim=True)) if any_min_p else p
+
+
+def _likeliest(logits: Tensor, top: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
+    """Return which tokens top_k and top_p keep, keep[..., V]: the n likeliest ones, of equals the lower ids.
+
+    n follows from the `width` greatest logits alone, in falling order, so no more of them are sorted.
+    """
+    V = logits.shape[-1]
+    falling = logits.topk(width).values if width < V else logits.sort(descending=True).values
+    inside = torch.arange(width, device=logits.device) < top_k
+    p = ((falling.to(torch.float64) - top) / temperature).masked_fill(~inside, -math.inf).softmax(-1)
+    before = p.cumsum(-1) - p  # the likeliest token has nothing before it, and so stays
+    n = (inside & (before < top_p)).sum(-1, keepdim=True)
+    least = falling.gather(-1, (n - 1).clamp(min=0))
+    above, equal = logits > least, logits == least
+    room = n - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room)) | ((top_k >= V) & (top_p >= 1))
 
 
 def _kept(p: Tensor, keep: Tensor) -> Tensor:
@@ -128,13 +141,13 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> D
     top, ids = _greatest(logits), logits.argmax(-1)
     greedy = [draw.how.temperature == 0 for draw in draws]
     if not all(greedy):
-        rows, used = _numbers([draw.how for draw in draws], logits.shape[-1])
+        rows, width, any_min_p = _numbers([draw.how for draw in draws], logits.shape[-1])
         seeds = [(draw.seed, n) for draw, n, one in zip(draws, positions, greedy, strict=True) if not one]
         found = iter(uniforms(*zip(*seeds, strict=True)).tolist())
         u = [0.0 if one else next(found) for one in greedy]
         numbers = torch.tensor([*zip(*rows, strict=True), u, greedy], dtype=torch.float64)
         numbers = numbers.to(logits.device, non_blocking=True)
-        drawn = _drawn_by(_filtered(logits, top, numbers[:4, :, None], used), numbers[4])
+        drawn = _drawn_by(_filtered(logits, top, numbers[:4, :, None], width, any_min_p), numbers[4])
         ids = torch.where(numbers[5] > 0, ids, drawn)
     host = torch.where(top[:, 0].isfinite(), ids, -1).to("cpu", non_blocking=True)
     return Drawn(ids, host, torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None)

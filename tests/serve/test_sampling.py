@@ -44,6 +44,24 @@ def test_temperature_and_filters_by_hand(logits, how, parts):
     assert probabilities(logits, how)[0].tolist() == pytest.approx(wanted, abs=1e-15)
 
 
+def test_filters_keep_what_a_sort_of_all_tokens_keeps():
+    """Of equals the lower ids: top_k, then the fewest whose sum is top_p of the rest, then min_p of the likeliest."""
+    chance, kinds = random.Random(0), (torch.float32, torch.bfloat16, torch.float64)
+    for i in range(300):
+        logits = torch.tensor([float(chance.randrange(-4, 4)) for _ in range(12)], dtype=kinds[i % 3])
+        how = Sampling(
+            *(chance.choice(values) for values in ([0.7, 2.0], [None, 1, 3, 8], [None, 0.3, 0.8], [None, 0.1]))
+        )
+        p = (logits.double() / how.temperature).softmax(-1).tolist()
+        kept = sorted(range(12), key=lambda id, p=p: (-p[id], id))[: how.top_k]
+        whole = sum(p[id] for id in kept)
+        sums = [sum(p[id] for id in kept[:n]) / whole for n in range(len(kept))]
+        kept = [id for id, before in zip(kept, sums, strict=True) if before < (how.top_p or 2.0)]
+        kept = [id for id in kept if p[id] >= (how.min_p or 0.0) * max(p)]
+        wanted = [p[id] / sum(p[id] for id in kept) if id in kept else 0.0 for id in range(12)]
+        assert probabilities(logits, how).tolist() == pytest.approx(wanted, abs=1e-12), (logits, how)
+
+
 def test_rows_that_are_drawn_in_different_ways_are_drawn_as_each_alone():
     hows = [how for _, how, _ in KEPT] + [Sampling(0.7), Sampling(1.0, top_p=1.0), Sampling(1.3, 5, 0.9, 0.05)]
     logits = torch.randn(len(hows), 40, generator=torch.Generator().manual_seed(0)) * 3
