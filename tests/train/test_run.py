@@ -126,7 +126,7 @@ def test_steps_ahead_of_the_reads_learn_the_same_and_stop_at_what_is_not_finite(
     read, ahead = ([[record.get(name) for name in names] for record in records(out)] for out in ("read", "ahead"))
     assert ahead == read
     assert records("ahead", "norms.jsonl") == records("read", "norms.jsonl")
-    with pytest.raises(ArithmeticError, match=r"step 2: the loss is nan.*grads\["):
+    with pytest.raises(ArithmeticError, match=r"step 2: .*not finite: grads\["):
         run(ONE, settings("broken", steps=9, lr=1e30, warmup=0, save_every=1, guard_every=0))
     assert [record["step"] for record in records("broken")] == [1]
     assert 2 not in checkpoint.complete_steps(Path("broken"))
