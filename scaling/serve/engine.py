@@ -5,11 +5,12 @@ and measures the time. The clock of a trace advances by the measured time, so ar
 workers overlap in that clock although they share this machine.
 
 A draft proposes tokens. It is the request's own text, by n-grams, or a smaller model. At each place the model draws as
-it would without a draft, by the request's seed and the place, and a proposal is kept if it equals that token. So in
-fp32 no token depends on the proposals, on their number, or on where a step begins, whether decoding is greedy or
-sampled. A draft draws with the same uniform numbers, so it often gets the same token. The book's rule
-(chapters/07_speculative.py) has the same distribution, and it keeps more proposals of a draft that is unlike the model.
-But its tokens depend on where a step begins, so a request that is preempted would go on with other tokens.
+it would without a draft, by the request's seed and the place, and a proposal is kept if it equals that token. So greedy
+and sampled tokens depend on the proposals, on their number and on where a step begins only by the rounding of logits,
+which changes about one token in a million in fp32 (`sampling`). A draft draws with the same uniform numbers, so it
+often gets the same token. The book's rule (chapters/07_speculative.py) has the same distribution, and it keeps more
+proposals of a draft that is unlike the model. But its tokens depend on where a step begins, so a request that is
+preempted would go on with other tokens.
 """
 
 import itertools
@@ -196,7 +197,7 @@ class Engine:
         options: The scheduler's options.
         mesh: The mesh, or None for one device.
         draft: (config, params), in either order, of a smaller model with the same vocabulary, or "ngram". It makes the
-            proposals that `options` asks for. In fp32 no token depends on it.
+            proposals that `options` asks for. Tokens depend on it only by rounding.
         form: The form of decoding, one of `serve.types.FORMS` that has pages, or any if not `paged`. If it splits rows,
             over E or Z, `options.groups` is the number of groups.
         tokenizer: The tokenizer, needed for requests that end before a stop text.
@@ -356,8 +357,8 @@ def serve(
 ) -> Simulated:
     """Serve [(seconds, request)] by this model, and return the tokens and times of each.
 
-    In fp32 each request gets the tokens that it gets alone. The other arguments are as in `simulate.drive` and
-    `Engine`.
+    Each request gets the tokens that it gets alone, but for rounding (`sampling`). The other arguments are as in
+    `simulate.drive` and `Engine`.
 
     Raises:
         ValueError: A prompt with ids outside the vocabulary, or a stop text without a tokenizer.

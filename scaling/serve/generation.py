@@ -2,9 +2,8 @@
 
 The engine gets all requests at once, with the policy "static". Batches are ragged.
 
-In fp32 a request gets the same tokens whatever else is in its batch, because its random numbers depend on its seed and
-its position alone (`sampling`). In bf16 the logits round differently in a batch of another shape, so some answers
-differ.
+A request's random numbers depend on its seed and its position alone. Its logits round differently in a batch of another
+shape, so other requests change a token: in fp32 about one in a million, in bf16 more (`sampling`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,8 +57,7 @@ def generate(
     """Return the new token ids of each prompt, at most max_new_tokens; a stop id ends a completion and is its last.
 
     One prefill is followed by decode steps of the whole batch, until the last row has ended. The result is the same on
-    every rank. In fp32 a draft changes the speed alone and not the tokens; in bf16 it may change some, as another batch
-    may.
+    every rank. A draft changes the speed, and tokens only as seldom as another batch does, by rounding (`sampling`).
 
     Args:
         params: This rank's params, typed as in `serve.specs`.

@@ -63,7 +63,7 @@ def drafted(draft, mesh=None, form="heads"):
 
 
 def test_in_fp32_a_request_gives_alone_what_it_gives_in_a_batch_and_with_a_draft():
-    """Greedy and sampled. In bf16 several of these differ, which the docs say."""
+    """Greedy and sampled, but for one token in a million. In bf16 several of these differ, which the docs say."""
     params = tree.map(lambda p: p.to(torch.float32), params_of("dense"))
     prompts = [[(7 * i + j * j) % DENSE.V for j in range(1 + i)] for i in range(4)]
     for how in ({}, {"temperature": 1.0}):
