@@ -1,8 +1,9 @@
 """Cut a corpus into batches of token sequences, in an order that depends on the seed and never on the mesh.
 
-A corpus is cut into sequences of T tokens. Each token's target is the token that follows it. The i-th sequence of an
-epoch is the i-th of a permutation that (seed, epoch) choose, so a run that resumes on any mesh repeats and skips
-nothing. The permutation is computed for the indices that are asked for, so none of it is held. A mixture takes
+A corpus is cut into sequences of T tokens, or its documents are packed into them (`scaling.train.packing`) if some of
+its tokens do not count. Each token's target is the token that follows it. The i-th sequence of an epoch is the i-th of
+a permutation that (seed, epoch) choose, so a run that resumes on any mesh repeats and skips nothing. The permutation is
+computed for the indices that are asked for, so none of it is held. A mixture takes
 sequences from several corpora by weight: every 1,000 sequences hold an exact number from each.
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from scaling.train.corpus import Corpus, open_corpus
 from scaling.train.origin import tokenizer_in, weighted_paths
+from scaling.train.packing import Packing, pack
 from scaling.train.settings import Settings
 
 IGNORED = -100  # a target that does not count
@@ -42,6 +44,7 @@ class Batches:
         last: The end of the range, exclusive.
         without: The (first, last) ranges of text that no sequence may touch.
         order: How the order of an epoch is made: `ORDER`, or `DRAWN` as in runs of earlier versions.
+        packing: The pieces of documents in each sequence, or None if the corpus is cut into sequences.
     """
 
     corpus: Corpus
@@ -52,8 +55,14 @@ class Batches:
     last: int
     without: tuple[tuple[int, int], ...] = ()
     order: str = ORDER
+    packing: Packing | None = None
 
     def __post_init__(self):
+        if self.sequences < 1 and self.packing and self.last > self.first:
+            raise ValueError(
+                f"no token that counts is among the first {self.length} of its document\n"
+                "  fix: give a longer --seq, or shorter prompts"
+            )
         if self.sequences < 1:
             raise ValueError(
                 f"{max(0, self.last - self.first):,} tokens hold no sequence of {self.length} and its next token\n"
@@ -65,6 +74,8 @@ class Batches:
         """int64[n], the indices of one epoch's sequences in the order of the corpus; None if no text is left out."""
         if not self.without:
             return None
+        if self.packing:
+            return self.packing.without(self.without)
         starts = self.first + self.length * numpy.arange((self.last - self.first - 1) // self.length)
         meets = [(starts < last) & (starts + self.length >= first) for first, last in self.without]
         return numpy.flatnonzero(~numpy.logical_or.reduce(meets))
@@ -72,7 +83,9 @@ class Batches:
     @property
     def sequences(self) -> int:
         """The number of sequences in one epoch."""
-        return (self.last - self.first - 1) // self.length if self.places is None else len(self.places)
+        if self.places is not None:
+            return len(self.places)
+        return len(self.packing.bounds) - 1 if self.packing else (self.last - self.first - 1) // self.length
 
     def numbers(self, places: numpy.ndarray) -> numpy.ndarray:
         """places[n] in the endless order of epochs -> int64[n], the index of the sequence at each place."""
@@ -90,8 +103,11 @@ class Batches:
         """Return the sequences with these indices [n]: tokens, targets, segments [n, length].
 
         A target does not count if the corpus excludes it, or if it belongs to another document than its token.
-        Attention hides documents from each other, so the first token of a document cannot be predicted.
+        Attention hides documents from each other, so the first token of a document cannot be predicted. What is left of
+        a packed sequence is a last document of its own, of which nothing counts.
         """
+        if self.packing:
+            return self._packed_rows(self.packing, numbers)
         starts = self.first + self.length * numpy.asarray(numbers, numpy.int64)
         tokens, targets = (numpy.empty((len(starts), self.length), numpy.int64) for _ in range(2))
         for row, start in enumerate(starts.tolist()):
@@ -104,9 +120,29 @@ class Batches:
         return torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents[:, :-1])
 
     def several_documents(self, numbers: numpy.ndarray) -> bool:
-        """Return whether one of the sequences with these indices [n] has tokens of several documents."""
+        """Return whether one of the sequences with these indices [n] has tokens of several documents.
+
+        What is left of a packed sequence is no document, because no token before it sees it.
+        """
+        if self.packing:
+            return bool((self.packing.bounds[numbers + 1] - self.packing.bounds[numbers] > 1).any())
         starts = self.first + self.length * numbers
         return bool((self._documents(starts) != self._documents(starts + self.length - 1)).any())
+
+    def _packed_rows(self, packing: Packing, numbers: "Sequence[int] | numpy.ndarray") -> Batch:
+        shape = len(numbers), self.length
+        tokens, targets = numpy.zeros(shape, numpy.int64), numpy.full(shape, IGNORED)
+        segments = numpy.full(shape, len(self.corpus.starts) + 1)
+        for row, number in enumerate(numbers):
+            place = 0
+            for start, size in packing.row(int(number)):
+                ids, counted = self.corpus.between(start, start + size + 1)
+                part = row, slice(place, place + size)
+                tokens[part], targets[part] = ids[:-1], ids[1:]
+                if counted is not None:
+                    targets[part][~counted[1:]] = IGNORED
+                segments[part], place = self._documents(numpy.array(start)), place + size
+        return torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(segments)
 
     def _documents(self, positions: numpy.ndarray) -> numpy.ndarray:
         """Return the number of the document, from 1, that the token at each position belongs to."""
@@ -186,16 +222,25 @@ def prefetch(source: Mixture, seen: int, batch: int, rows: slice = slice(None)) 
             yield here
 
 
-def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float) -> tuple[Batches, Batches]:
+def hold_out(
+    corpus: Corpus, batch: int, length: int, seed: int, valid: float, whole: bool = False
+) -> tuple[Batches, Batches]:
     """Split a corpus into (training, validation) batches that share no token.
 
     The share `valid` of the tokens, at the corpus's end and at least one sequence, is held out.
+
+    `whole`: whether documents are packed whole where some tokens of the corpus do not count. The split is then between
+    two documents.
     """
     at = len(corpus) - max(length + 1, round(len(corpus) * valid))
-    return (
-        Batches(corpus, batch, length, seed, 0, at),
-        Batches(corpus, batch, length, seed, at, len(corpus)),
+    packed = whole and bool(corpus.counted)
+    if packed and len(corpus.starts) > 1:
+        at = int(corpus.starts[max(1, numpy.searchsorted(corpus.starts, at, side="right") - 1)])
+    train, held = (
+        Batches(corpus, batch, length, seed, *ends, packing=pack(corpus, *ends, length) if packed else None)
+        for ends in ((0, at), (at, len(corpus)))
     )
+    return train, held
 
 
 def leave_out(
@@ -231,8 +276,10 @@ def _digest_of_range(corpus: Corpus, first: int, last: int) -> list[Any]:
     return [first, last, hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()]
 
 
-def open_batches(settings: Settings) -> tuple[Mixture, tuple[Batches, ...]]:
+def open_batches(settings: Settings, whole: bool = True) -> tuple[Mixture, tuple[Batches, ...]]:
     """Open a run's data and return (the batches to train on, the held-out end of each corpus).
+
+    `whole` is as in `hold_out`.
 
     Raises:
         ValueError: A corpus has tokens outside the model's vocabulary.
@@ -245,7 +292,7 @@ def open_batches(settings: Settings) -> tuple[Mixture, tuple[Batches, ...]]:
                 f"{path}: token {read.top} lies outside the vocabulary of {settings.model.name}, 0..{V - 1}\n"
                 "  fix: a model with a greater vocabulary, or the tokenizer that belongs to this one (--tokenizer)"
             )
-        parts.append(hold_out(read, settings.batch, settings.seq, settings.seed, settings.valid))
+        parts.append(hold_out(read, settings.batch, settings.seq, settings.seed, settings.valid, whole))
         weights.append(weight)
     train, valid = zip(*parts, strict=True)
     return Mixture(train, tuple(weights)), valid

@@ -84,14 +84,14 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     `keep`: rank 0 calls it once every rank has accepted the run. Nothing is written into the run's folder before that.
     """
     out, (_, places) = Path(settings.out), stored_layout(settings, mesh)
-    train, valid = open_batches(settings)
     optimizer, types = optimizer_of(settings), trained_types(settings, mesh)
     specs, made_with = state_specs(settings, mesh, optimizer), record_of(settings)
     frozen, own = split_frozen(settings, initial_params(settings, mesh)) if settings.adapters else ({}, None)
     held, start, before = load_or_init(settings, mesh, optimizer, specs, made_with, own)
+    made_with["order"], made_with["packed"] = order_of(settings, before, made_with)
+    train, valid = open_batches(settings, made_with["packed"])
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     first = seen if begins_new_data(settings, before, made_with) else held["data"]["begun"]
-    made_with["order"] = order_of(settings, before, made_with)
     train = replace(train, sources=tuple(replace(each, order=made_with["order"]) for each in train.sources))
     train, made_with["held_out"], missing = leave_out(train, valid, before.get("held_out", []))
     lr_at = rate(settings)
@@ -113,6 +113,12 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     wait_for_ranks(mesh)  # other ranks write into the folder after rank 0
     if missing:
         progress.warn("text that was held out for validation has moved in the data, so the run may train on it now")
+    lost = sum(source.packing.lost for source in train.sources if source.packing)
+    if lost:
+        progress.warn(
+            f"{lost:,} tokens that count are more than {settings.seq} after the beginning of their document, and are "
+            "left out\n  fix: give a longer --seq"
+        )
     for note in dict.fromkeys(note for held in valid for note in held.corpus.notes):
         progress.warn(note)
     flight = Flight(out, mesh.rank)

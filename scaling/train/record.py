@@ -158,12 +158,14 @@ def begins_new_data(settings: Settings, before: Mapping[str, Any], now: Mapping[
     return settings.new_data and bool(changed_data(settings, before, now))
 
 
-def order_of(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return how the order of the data is made, which a run keeps until it begins other data.
+def order_of(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return how the order of the data is made, and whether documents are packed whole where some tokens do not count.
 
-    `before` is {} in a new run. The records of earlier versions do not name the order, which was always drawn.
+    A run keeps both until it begins other data. `before` is {} in a new run. The records of earlier versions name
+    neither: the order was always drawn, and documents were cut.
     """
-    return before.get("order", DRAWN) if before and not begins_new_data(settings, before, now) else ORDER
+    kept = before and not begins_new_data(settings, before, now)
+    return (before.get("order", DRAWN), before.get("packed", False)) if kept else (ORDER, True)
 
 
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -161,7 +161,7 @@ def test_without_a_template_answers_end_with_the_end_of_text_and_that_is_said_on
     assert train("tokenize --data chats.jsonl --out shards --tokenizer own") == 0
     assert capsys.readouterr().err.count(once) == 1
     Path("run").mkdir()
-    run(ONE, Settings(TINY.with_(V=268), "chats.jsonl", "run", 2, 8, steps=1, eval_batches=1, tokenizer="own"))
+    run(ONE, Settings(TINY.with_(V=268), "chats.jsonl", "run", 2, 32, steps=1, eval_batches=1, tokenizer="own"))
     assert capsys.readouterr().err.count(once) == 1
 
 

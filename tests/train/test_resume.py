@@ -115,7 +115,7 @@ def test_a_run_without_a_record_of_its_options_is_not_gone_on_with(begun, capsys
 
 def test_a_run_of_an_earlier_version_keeps_the_order_and_the_share_of_its_data(begun, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "order_of", lambda *records: batches.DRAWN)
+        patch.setattr(loop, "order_of", lambda *records: (batches.DRAWN, False))
         for out, steps in (("drawn", 4), ("earlier", 2)):
             assert train(f"--data text.txt --out {out} {SMALL} --steps {steps} --save-every 1") == 0
     for index in Path("earlier").glob("step-*/index.json"):

@@ -59,8 +59,8 @@ def run_on_other_data(mesh, settings, differs):
     text.parent.mkdir()
     text.write_bytes(Path(settings.data).read_bytes() + bytes([mesh.rank if differs == "file" else 0]))
 
-    def inputs(given):
-        train, valid = real(given)
+    def inputs(*given):
+        train, valid = real(*given)
         (source,) = train.sources
         corpus = replace(source.corpus, parts=(source.corpus.parts[0] ^ mesh.rank,))
         return replace(train, sources=(replace(source, corpus=corpus),)), valid
@@ -142,7 +142,7 @@ def test_stopped_in_an_evaluation_it_saves_without_the_rest_of_it_or_a_sample(mo
 
     def stopping(*given, **options):
         batches.append(Path("run/stop").touch())
-        return real(*given, **options)
+        return real(*given)
 
     monkeypatch.setattr(evaluate.transformer, "loss", stopping)
     monkeypatch.setattr(loop, "continuation", None)  # which cannot be called
