@@ -302,13 +302,18 @@ class Engine:
     def _decoded(self, worker: str, works: list[Work], before: list[Work], logits: Any) -> dict[int, Given]:
         """Start the next step, and then return a token of each work, so that the device computes while the host reads.
 
-        `before` and `logits` are the works and the result of the step that was started by the last call. A row that
-        ends with this token computes one token too many in the next step. Nobody reads that token, and its keys and
-        values go to the row's own pages before the device computes any later step.
+        `before` and `logits` are the works and the result of the step that was started by the last call. Works that it
+        does not have are computed now. A row that ends with this token computes one token too many in the next step.
+        Nobody reads that token, and its keys and values go to the row's own pages before the device computes any later
+        step.
         """
+        known = {(id(w.request), w.start) for w in before}
+        if new := [w for w in works if (id(w.request), w.start) not in known]:
+            own = self.model.logits(worker, new)
+            before, logits = [*before, *new], torch.cat([logits, own]) if before else own
         rows = {(id(w.request), w.start): row for row, w in enumerate(before)}
-        found = [rows.get((id(w.request), w.start)) for w in works]
-        logits = self.model.logits(worker, works) if None in found else logits[copy_to_device(found, self.model.device)]
+        found = [rows[id(w.request), w.start] for w in works]
+        logits = logits[copy_to_device(found, self.model.device)]
         drawn = sample(logits, [w.request.draw for w in works], [w.start + 1 for w in works])
         if all(not w.request.stops and w.start + 1 < len(w.pages) * self.model.page for w in works):
             after = [w._replace(start=w.start + 1, tokens=(0,)) for w in works]

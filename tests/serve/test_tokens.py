@@ -188,6 +188,26 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(policy, way):
         serve.generate(params, texts, MODELS[name], 2, draft=drafted(draft))
 
 
+def test_a_started_step_is_kept_where_rows_are_added(monkeypatch):
+    """So a request computes a token too many at most once, when it ends."""
+    rows, own = Counter(), PagedModel.logits
+
+    def counted(model, worker, works, *more, **options):
+        rows.update(len(w.tokens) for w in works)
+        return own(model, worker, works, *more, **options)
+
+    monkeypatch.setattr(PagedModel, "logits", counted)
+    requests, found = [Request(i, (i, 1, 2), 2 + 5 * i % 9, draw=Draw(HOW, i)) for i in range(12)], {}
+    for ahead in (False, True):
+        rows.clear()
+        run = engine.Engine(params_of("dense"), DENSE, options := Options(40, 4, 3, 16, prefix=False))
+        run.ahead = ahead
+        served = drive([(0.0, request) for request in requests], options, run).requests
+        found[ahead] = rows[1], [served[request.id].tokens for request in requests]
+    assert found[True][1] == found[False][1]
+    assert found[False][0] < found[True][0] <= found[False][0] + len(requests)
+
+
 def generated(mesh=None, form="heads", draft=None, **options) -> list[list[int]]:
     """By `generate`, sampled with a seed for each prompt."""
     way = {"temperature": HOW.temperature, "top_k": HOW.top_k, "top_p": HOW.top_p, "seed": SEEDS}
