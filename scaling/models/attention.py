@@ -112,10 +112,12 @@ class PackedSpans(NamedTuple):
     Attributes:
         lengths: The number of tokens of each span, one row after the other, or of one row if all rows are alike.
         masks: The mask [t, t] of each span, which is added to scores, or None if it hides only later tokens.
+        room: Where the documents are not known, as much memory as masks can take.
     """
 
     lengths: tuple[int, ...]
     masks: tuple[Tensor | None, ...]
+    room: Tensor | None = None
 
 
 def shared_mask(
@@ -126,15 +128,16 @@ def shared_mask(
     Where rows of more than `span` tokens have several documents, these are `PackedSpans`, so that attention takes the
     time and memory of each document alone. Otherwise it is a mask, [T, T] or [B, 1, T, T], which is 0 or -inf and is
     added to the scores. From bools the kernel would make such an array in each layer, and save it. Where the scores are
-    stored (`scored`), the mask is the bool `hidden` of `attend_scores`.
+    stored (`scored`), the mask is the bool `hidden` of `attend_scores`. The lengths of documents are read from
+    `segments`, so a GPU's queue runs on if these are on the host.
     """
     if not scored and segments is None and (window is None or window >= T):
         return None
     fixed = torch.compiler.is_compiling() or in_transform() is not None  # documents may end anywhere
     in_spans = span < T and not scored and not fixed
-    if segments is not None and in_spans and (spans := spans_of(segments, window, dtype, span)):
+    if segments is not None and in_spans and (spans := spans_of(segments, window, dtype, device, span)):
         return spans
-    keys = torch.arange(T, device=device)
+    keys, segments = torch.arange(T, device=device), None if segments is None else segments.to(device)
     hidden = ~visible(keys, keys, window, segments, segments)
     if segments is not None:
         hidden = hidden[:, None]
@@ -148,22 +151,21 @@ def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
-def spans_of(segments: Tensor, window: int | None, dtype: torch.dtype, span: int) -> PackedSpans | None:
+def spans_of(segments: Tensor, window: int | None, dtype: torch.dtype, device, span: int) -> PackedSpans | None:
     """Return the spans of segments[B, T]: long documents, and short ones that have at most `span` tokens together.
 
-    On the meta device, where the documents are not known, the masks take the most memory that they can. There are no
-    spans if a document is in several pieces, or if on the meta device one might be longer than the window.
+    On the meta device documents are not known. There are no spans if a document is in several pieces, or if one that is
+    not known might be longer than the window.
     """
     B, T = segments.shape
     if segments.is_meta:
-        if window is not None and window < T:
-            return None
-        return PackedSpans((T,), (torch.empty((B * T, span), dtype=dtype, device="meta"),))
+        room = torch.empty((B * T, span), dtype=dtype, device="meta")
+        return PackedSpans((T,), (None,), room) if window is None or window >= T else None
     lengths: list[int] = []
     masks: list[Tensor | None] = []
-    keys = torch.arange(T, device=segments.device)
-    for row, on_host in zip(segments, segments.cpu(), strict=True):
-        documents, counts = on_host.unique_consecutive(return_counts=True)
+    keys = torch.arange(T, device=device)
+    for row in segments.cpu():
+        documents, counts = row.unique_consecutive(return_counts=True)
         if len(documents.unique()) < len(documents):
             return None
         groups: list[list[int]] = [[]]
@@ -171,7 +173,7 @@ def spans_of(segments: Tensor, window: int | None, dtype: torch.dtype, span: int
             if groups[-1] and sum(groups[-1]) + n > span:
                 groups.append([])
             groups[-1].append(n)
-        for ids, group in zip(row.split([sum(group) for group in groups]), groups, strict=True):
+        for ids, group in zip(row.to(device).split([*map(sum, groups)]), groups, strict=True):
             t = len(ids)
             plain = len(group) == 1 and (window is None or window >= t)
             seen = None if plain else visible(keys[:t], keys[:t], window, ids[None], ids[None])[0]
@@ -189,8 +191,7 @@ def fused(Q: Tensor, K: Tensor, V: Tensor, *, mask: Tensor | PackedSpans | None 
         return attend_scores(Q, K, V, mask, None, cap, sinks)
     if isinstance(mask, PackedSpans):
         rows = (x.reshape(-1, sum(mask.lengths), *x.shape[2:]).split(mask.lengths, 1) for x in (Q, K, V))
-        masks = (None,) if Q.is_meta else mask.masks
-        O = torch.cat([fused(*span, mask=hidden) for *span, hidden in zip(*rows, masks, strict=True)], 1)
+        O = torch.cat([fused(*span, mask=hidden) for *span, hidden in zip(*rows, mask.masks, strict=True)], 1)
         return O.reshape(*Q.shape[:3], -1)
     if not Q.is_meta:
         return _by_kernel(Q, K, V, mask)

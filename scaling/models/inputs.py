@@ -71,9 +71,9 @@ def check_weights(weights: Any, targets: Tensor) -> None:
         raise ValueError(f"weights must be {wanted}; got {_found(weights)}\n  fix: one for each target")
 
 
-def _beside(x: Any, targets: Tensor) -> bool:
+def _beside(x: Any, targets: Tensor, *devices: torch.device) -> bool:
     dense = isinstance(x, Tensor) and x.layout is torch.strided
-    return dense and x.shape == targets.shape and x.device == targets.device
+    return dense and x.shape == targets.shape and x.device in (targets.device, *devices)
 
 
 def _found(x: Any) -> str:
@@ -81,8 +81,9 @@ def _found(x: Any) -> str:
 
 
 def check_segments(segments: Any, tokens: Tensor) -> None:
-    """Raise a ValueError unless `segments` are integers with the tokens' shape [B, T] and device."""
-    if not _beside(segments, tokens) or segments.dtype == torch.bool or segments.dtype.is_floating_point:
+    """Raise a ValueError unless `segments` are integers with the tokens' shape [B, T], on their device or the host."""
+    beside = _beside(segments, tokens, torch.device("cpu"))
+    if not beside or segments.dtype == torch.bool or segments.dtype.is_floating_point:
         raise ValueError(
             f"segments must be integers {list(tokens.shape)} on {tokens.device}; got {_found(segments)}\n"
             "  fix: give the number of the document that each token belongs to"

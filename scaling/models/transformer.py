@@ -111,6 +111,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     check_ids("tokens", tokens)
     if segments is not None:
         check_segments(segments, tokens)
+        segments = segments.to(tokens.device)
     if not torch.compiler.is_compiling():
         check_params(params, config)
     try:

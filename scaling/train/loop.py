@@ -133,9 +133,8 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
             began = time.perf_counter()
         lr = lr_at(state["step"])
         with flight.step(number) as log:
-            part: list = [to_mesh(x[:, tokens], mesh) for x in batch]
-            if not several:  # no row of the whole batch needs a mask, which costs T^2
-                part[2] = None
+            *ids, documents = (x[:, tokens] for x in batch)
+            part = [*(to_mesh(x, mesh) for x in ids), documents if several else None]  # whose ends the host reads
             params, state, metrics = step(params, state, part, donate=True, read=not ahead)
         seen += settings.batch
         launched.append(Launched(number, began, lr, log, metrics, ask_to_stop(out, mesh)))

@@ -99,7 +99,8 @@ def loss_and_grads(
         config: The model.
         mesh: The mesh.
         weights: w[B_PXE, T_C], by default 1, and 0 where the target is `ignore_index`.
-        segments: The ids of packed documents, [B_PXE, T_C].
+        segments: The ids of packed documents, [B_PXE, T_C], on the mesh's device or, so that the host need not wait for
+            a GPU before it reads them, on the host.
         seed: The seed of dropout, different in each step, needed if Config has dropout. Every mesh drops equal
             elements.
         options: Other options.
@@ -236,7 +237,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     Args:
         step: The resolved step.
         shape: The shape of this rank's tokens [B_PXE, T_C].
-        segments: The ids of packed documents, [B_PXE, T_C] in plain order, or None.
+        segments: The ids of packed documents, [B_PXE, T_C] in plain order, or None. They may be on the host.
         seed: The seed of dropout, or None to drop nothing.
     """
     config, mesh, form, M, (rows, t) = step.config, step.mesh, step.options.context, step.options.microbatches, shape
@@ -251,10 +252,13 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     restarts, ids, samples = none, none, none
     dropping: dict[str, Any] = {}
     tables = rope(places) if segments is None else ()
-    if segments is not None:
+    if segments is not None and split:
+        segments = segments.to(mesh.device)
         restart = restarted(all_gather("s[B_PXE, T_C] -> s[B_PXE, T]", segments, mesh))
         restart = collectives.shard("s[B_PXE, T] -> s[B_PXE, T_C]", restart, mesh)
         restarts, ids = in_form(restart.contiguous(), step).chunk(M), in_form(segments, step).chunk(M)
+    elif segments is not None:
+        restarts, ids = restarted(segments).chunk(M), segments.chunk(M)
     if config.dropout and seed is not None:
         samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
         samples = tree.shard(samples, present("s[B_PXE]", mesh), mesh).chunk(M)
@@ -269,18 +273,23 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         given["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
     contexts = []
 
-    def masks(window: int | None, positions: Tensor, segments: Tensor | None) -> dict[str, Any]:
+    host = torch.device("cpu") if mesh.device.type == "cuda" else mesh.device  # where the ends of chunks are read
+
+    def masks(window: int | None, restart: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
         if config.chunked:
-            window, segments = in_chunks(window, t * mesh.sizes.get("C", 1), places, positions, segments)
+            at = places if split else torch.arange(t, device=host if restart is None else restart.device)
+            positions = at if restart is None else restart
+            window, segments = in_chunks(window, t * mesh.sizes.get("C", 1), at, positions, segments)
         if split:
             return {"window": window, "segments": None if segments is None else segments.expand(rows // M, -1)}
         scored = config.score_cap is not None or config.sinks
         return {"mask": shared_mask(window, t, segments, step.dtype, mesh.device, scored, step.limits.span)}
 
     for restart, segment, sample_rows in zip(restarts, ids, samples, strict=True):
+        with_segments = partial(masks, restart=restart, segments=segment)
+        restart = None if restart is None else restart.to(mesh.device)
         positions = places if restart is None else restart  # which begin anew in each document
         drop = all_kept if sample_rows is None else partial(dropout, samples=sample_rows, **dropping)
-        with_segments = partial(masks, positions=positions, segments=segment)
         at = Context(config, step.inside, tables or rope(positions), attend, drop, with_segments, **given)
         if config.learned_positions:
             learned = positions.expand(rows // M, -1).contiguous()
