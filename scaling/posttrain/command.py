@@ -8,6 +8,7 @@ newest checkpoint. `--check` compares the log-probabilities of the two sides, ch
 
 import argparse
 import sys
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,20 @@ from typing import Any
 from scaling import launch
 from scaling.common.console import Parser, complaining, integer, number
 from scaling.configs.sources import HELP
+from scaling.launch.ranks import on_signals
 from scaling.mesh import AbstractMesh
 from scaling.models.template import NO_END, chosen_end, ends_of
 from scaling.models.text import tokenizer, tokenizer_of
-from scaling.posttrain.loop import LoopOptions, run
+from scaling.posttrain.loop import LoopOptions, check_same_options, options_at, run
 from scaling.posttrain.losses import Clip
 from scaling.posttrain.rewards import RewardError, read_prompts, reward_of
 from scaling.serve.types import check_mesh
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.train import checkpoint
-from scaling.train.folder import already_begun_error, check_steps_left, keep_options, locked
+from scaling.train.durable import newest_first
+from scaling.train.folder import already_begun_error, check_steps_left, keep_options, locked, stopper, touched
+from scaling.train.loop import STOP
 from scaling.train.origin import config_and_weights
-from scaling.train.progress import METRICS, cut_records
 from scaling.train.settings import Settings, add_flags
 from scaling.train.step import options_of_adapters
 
@@ -36,6 +38,7 @@ STEP = (  # the options that this command shares with `scaling.train`
     "save_every", "keep", "resume", "lora", "lora_on", "lora_alpha", "lora_from",
 )  # fmt: skip
 FREE = ("steps", "save_every", "keep", "resume", "out", "check", "train_mesh", "serve_mesh", "apart", "device")
+FREE += ("reward_seconds", "reward_threads")
 GAPS = {"fp64": 1e-9, "fp32": 1e-3}  # the largest difference, in nats, between the two sides that `--check` allows
 
 
@@ -70,6 +73,10 @@ def arguments(argv=None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--no-std", action="store_true", help="advantages are rewards minus their mean: REINFORCE")
     parser.add_argument("--reward-seconds", type=number(0.001, 1e6), default=60.0, help="for one reward (default 60)")
+    parser.add_argument(
+        "--reward-threads", type=integer(1, 1024), default=1,
+        help="rewards computed at the same time, by threads: score must allow it (default 1)",
+    )  # fmt: skip
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
     parser.add_argument("--check", action="store_true", help="compare both sides' log-probabilities at learning rate 0")
     add_flags(parser, STEP)
@@ -97,7 +104,8 @@ def main(argv=None) -> int:
     clip = Clip(args.clip_low, args.clip_high, args.beta)
     asked = LoopOptions(
         parse_mesh(args.train_mesh), parse_mesh(args.serve_mesh), args.apart, args.group, args.max_new_tokens, ends,
-        clip, args.mean, not args.no_std, args.staleness, args.reward_seconds, args.reward.partition(":")[0],
+        clip, args.mean, not args.no_std, args.staleness, args.reward_seconds, args.reward_threads,
+        args.reward.partition(":")[0],
     )  # fmt: skip
     check_meshes(settings, asked)
     prompts, score = read_prompts(args.prompts, by, args.seq - args.max_new_tokens), reward_of(args.reward)
@@ -112,19 +120,21 @@ def main(argv=None) -> int:
     out = Path(args.out)
     if args.check:
         return report_gap(run_on_ranks(world, args.device, settings, asked, prompts, score, by, None), args.dtype)
-    with locked(out):
-        before = first_step(out, settings, made_with)
-        cut_records(out / METRICS, before)
-        keep_options(out, settings, folder, args.train_mesh, 0)
+    with on_signals(stopper(out)), locked(out):
+        stop = touched(out / STOP)
+        check_resumable(out, settings, made_with["posttrain"])
+        keep_options(out, settings, folder, args.train_mesh, stop)
         record = run_on_ranks(world, args.device, settings, asked, prompts, score, by, made_with)
-    print(f"done at step {record['step']}: reward {record['reward']:.4g}; saved in {out}")
+    stopped = record["step"] < settings.steps
+    end = f"{'stopped' if stopped else 'done'} at step {record['step']}: reward {record['reward']:.4g}; saved in {out}"
+    print(end + (", --resume goes on" if stopped else ""))
     return 0
 
 
-def run_on_ranks(world: dict[str, int], device: str, *args: Any) -> dict:
+def run_on_ranks(world: dict[str, int], device: str, settings: Settings, asked: LoopOptions, *args: Any) -> dict:
     """Run the loop on the ranks and return the last step's record; a RewardError becomes a ValueError."""
     try:
-        return launch.run(run, world, *args, device=device)[0]
+        return launch.run(run, world, settings, asked, *args, device=device, timeout=asked.wait(settings.batch))[0]
     except launch.RankError as error:
         if wrong := str(error).partition(f"{RewardError.__name__}: ")[2]:
             raise ValueError(wrong.strip()) from None
@@ -158,27 +168,23 @@ def check_meshes(settings: Settings, asked: LoopOptions) -> None:
         )
 
 
-def first_step(out: Path, settings: Settings, made_with: dict) -> int:
-    """Return the step from which a run goes on, or 0 for a new run.
+def check_resumable(out: Path, settings: Settings, now: dict[str, str]) -> None:
+    """Check that a run can begin in this folder, or go on from its newest checkpoint that can be read.
 
     Raises:
         ValueError: The folder holds another run's checkpoints, or this run has no steps left.
     """
-    steps = checkpoint.complete_steps(out)
+    steps = newest_first(out)
     if steps and not settings.resume:
         raise already_begun_error(out)
-    if not steps:
-        return 0
-    before = checkpoint.index(out, steps[-1]).get("made_with", {}).get("posttrain", {})
-    now = made_with["posttrain"]
-    if other := [name for name in now if before.get(name) != now[name]]:
-        name = other[0]
-        raise ValueError(
-            f"{out}: was begun with {name} {before.get(name, 'unknown')}, not {now[name]}\n"
-            "  fix: give the same options and files, or another --out"
-        )
-    check_steps_left(settings, steps[-1])
-    return steps[-1]
+    for step in steps:
+        with suppress(ValueError, OSError):  # a damaged step: the ranks go on from the one before
+            before = options_at(out, step)
+            break
+    else:
+        return
+    check_same_options(out, before, now)
+    check_steps_left(settings, step)
 
 
 def report_gap(record: dict, dtype: str) -> int:

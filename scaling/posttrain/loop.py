@@ -12,6 +12,7 @@ follows from the seed, the step and the answer's index, so all pairs of meshes g
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor
 from scaling import optim, tree
 from scaling.collectives import all_reduce, shard, transfer
 from scaling.configs import Config
-from scaling.mesh import AbstractMesh, Mesh
+from scaling.mesh import TIMEOUT, AbstractMesh, Mesh
 from scaling.optim.clipping import norm_and_squares
 from scaling.posttrain import losses
 from scaling.posttrain.losses import PLAIN, Clip, Rollouts
@@ -36,7 +37,9 @@ from scaling.serve.requests import Sampling
 from scaling.spec import parse, present
 from scaling.strategies import transformer
 from scaling.train import checkpoint, guards
-from scaling.train.progress import METRICS
+from scaling.train.durable import newest_first, point_at
+from scaling.train.loop import ask_to_stop, first_intact
+from scaling.train.progress import METRICS, cut_records
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import initial_params, split_frozen, trained_types, with_adapters
 
@@ -62,6 +65,7 @@ class LoopOptions:
         divide: Whether advantages are divided by their group's standard deviation.
         staleness: The number of updates by which the weights that draw lag behind.
         seconds: The seconds that one reward may take.
+        threads: The number of rewards that are computed at the same time.
         reward: The file of the reward function, for errors.
     """
 
@@ -76,12 +80,17 @@ class LoopOptions:
     divide: bool = True
     staleness: int = 0
     seconds: float = 60.0
+    threads: int = 1
     reward: str = "reward.py"
 
     def ranks(self) -> tuple[range, range]:
         """Return (the ranks that train, the ranks that draw answers)."""
         n, m = (AbstractMesh(sizes).size() for sizes in (self.train, self.serve))
         return range(n), range(n, n + m) if self.apart else range(m)
+
+    def wait(self, answers: int) -> float:
+        """Return the seconds that ranks wait for each other where the rewards of `answers` may lie in between."""
+        return TIMEOUT + self.seconds * math.ceil(answers / self.threads) * (self.staleness + 1)
 
 
 class Meshes(NamedTuple):
@@ -94,7 +103,7 @@ class Meshes(NamedTuple):
 
 def meshes_of(asked: LoopOptions, mesh) -> Meshes:
     """Make the meshes on the ranks of this run."""
-    given = mesh.device, mesh.checked, mesh.timeout
+    given = mesh.device, mesh.checked, TIMEOUT  # only the exchange, over all ranks, waits for rewards
     train, serve = asked.ranks()
     judge = Mesh({"W": 1}, *given, ranks=serve[:1])
     return Meshes(Mesh(asked.train, *given, ranks=train), Mesh(asked.serve, *given, ranks=serve), judge)
@@ -122,9 +131,8 @@ def run(
     params: dict = {}
     state: dict = {}
     frozen: dict = {}
-    if steps := checkpoint.complete_steps(out) if settings.resume else []:
-        first = steps[-1]
-    queue = [ELSEWHERE] * (asked.staleness if first else 0)
+    steps = newest_first(out) if settings.resume and made_with else []
+    queue = [ELSEWHERE] * (asked.staleness if steps else 0)
     if trains := meshes.train.member:
         optimizer, types = optimizer_of(settings), trained_types(settings, meshes.train)
         begun = initial_params(settings, meshes.train)
@@ -135,10 +143,20 @@ def run(
         state = optimizer.init(params)
         specs = {"params": types, "optimizer": optimizer.state_specs(types)}
         specs |= {"queue": [rollout_types(meshes.train) for _ in queue]}
-        if first:
-            held, _ = checkpoint.load(out, specs, meshes.train, first)
+    if steps and made_with:
+
+        def load(step: int) -> dict:
+            return checkpoint.load(out, specs, meshes.train, step)[0] if trains else {}
+
+        check = partial(check_same_options, out, now=made_with["posttrain"])
+        held, first, _ = first_intact(out, steps, mesh, partial(options_at, out), check, load)
+        if trains:
             params, state = held["params"], held["optimizer"]
             queue = [Rollouts(**each) for each in held["queue"]]
+    if mesh.rank == 0 and made_with:
+        cut_records(out / METRICS, first)
+        if first:
+            point_at(out, first)
     weights = push_weights(frozen | params if trains else None, settings, meshes)
     record: dict[str, Any] = {"step": first}
     drawing = partial(draw_answers, settings=settings, asked=asked, prompts=prompts, score=score, by=by, meshes=meshes)
@@ -158,13 +176,32 @@ def run(
         weights = push_weights(frozen | params if trains else None, settings, meshes)
         ends = time.perf_counter()
         record |= {"seconds_rollout": rolled - began, "seconds_train": trained - rolled, "seconds_push": ends - trained}
-        if made_with and trains and (n == settings.steps or (settings.save_every and n % settings.save_every == 0)):
+        ends_here = bool(made_with) and bool(ask_to_stop(out, mesh).any())
+        saves = n == settings.steps or ends_here or (settings.save_every and n % settings.save_every == 0)
+        if made_with and trains and saves:
             held = {"params": params, "optimizer": state, "queue": [each._asdict() for each in queue]}
             specs["queue"] = [rollout_types(meshes.train) for _ in queue]
             checkpoint.save(out, held, specs, meshes.train, n, keep=settings.keep, made_with=made_with)
         if mesh.rank == 0 and made_with:
             write_record(record, out)
+        if ends_here:
+            break
     return record
+
+
+def options_at(out: Path, step: int) -> dict[str, str]:
+    """Return the options of this command with which a step was made; {} for a step of another command."""
+    return checkpoint.index(out, step).get("made_with", {}).get("posttrain", {})
+
+
+def check_same_options(out: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise a ValueError if a checkpoint's options, prompts or reward differ from those of this run."""
+    if other := [name for name in now if before.get(name) != now[name]]:
+        name = other[0]
+        raise ValueError(
+            f"{out}: was begun with {name} {before.get(name, 'unknown')}, not {now[name]}\n"
+            "  fix: give the same options and files, or another --out"
+        )
 
 
 def rollout_types(mesh) -> dict[str, str]:
@@ -202,7 +239,8 @@ def draw_answers(
     found = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": mask[:, 1:], "old": old[:, 1:]}
     found["version"] = torch.tensor(version)
     if meshes.judge.member:
-        rewards = score_answers(score, rows, [*map(by.decode, drawn)], asked.seconds, Path(asked.reward))
+        how = asked.seconds, Path(asked.reward), asked.threads
+        rewards = score_answers(score, rows, [*map(by.decode, drawn)], *how)
         found["rewards"] = torch.tensor(rewards, dtype=torch.float64)
     return {name: x.contiguous().to(meshes.serve.device) for name, x in found.items()}
 

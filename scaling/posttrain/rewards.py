@@ -9,9 +9,11 @@ object and returns a number.
 import hashlib
 import importlib.util
 import math
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import islice
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -19,10 +21,6 @@ from typing import Any, NamedTuple
 from scaling.models.text import Tokenizer
 from scaling.train.batches import epoch_order
 from scaling.train.documents import ASSISTANT, Reader, parse_json_line, template_variables
-
-
-class RewardTimeout(Exception):
-    """Raised if a function does not return in time."""
 
 
 class RewardError(ValueError):
@@ -139,39 +137,45 @@ def line_of(error: BaseException, path: Path) -> str:
 
 
 def score_answers(
-    score: Callable, prompts: Sequence[Prompt], answers: Sequence[str], seconds: float, path: Path
+    score: Callable, prompts: Sequence[Prompt], answers: Sequence[str], seconds: float, path: Path, threads: int = 1
 ) -> list[float]:
-    """Return the reward of each answer.
+    """Return the reward of each answer; up to `threads` rewards are computed at the same time.
 
     Raises:
         RewardError: A reward raises an error, takes longer than `seconds`, or is not a finite number.
     """
-    found = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        value, what = math.nan, ""
-        try:
-            given = call_with_timeout(seconds, score, prompt.text, answer, prompt.row)
-            value = float(given) if hasattr(given, "__float__") else math.nan
-            what = "" if math.isfinite(value) else f"returned {given!r:.60}"
-        except RewardTimeout:
-            what = f"took longer than {seconds:g} seconds"
-        except (Exception, SystemExit) as error:
-            what = f"raised {type(error).__name__} at {line_of(error, path)}: {error}"
-        if what:
-            raise RewardError(
-                f"{path}: the reward of {prompt.where} {what}, for the answer {answer!r:.200}\n"
-                "  rule: a reward is a finite number for every answer\n  fix: mend the file, or give --reward-seconds"
-            )
-        found.append(value)
+    found = [math.nan] * len(answers)
+    waiting, running = iter(range(len(answers))), {}
+    for i in islice(waiting, threads):
+        running[start_call(score, prompts[i].text, answers[i], prompts[i].row)] = i, time.monotonic() + seconds
+    while running:
+        left = min(limit for _, limit in running.values()) - time.monotonic()
+        ended, _ = wait(running, max(0.0, left), FIRST_COMPLETED)
+        late = [call for call, (_, limit) in running.items() if limit <= time.monotonic()] if not ended else []
+        for call in [*ended, *late]:
+            i, _ = running.pop(call)
+            if what := f"took longer than {seconds:g} seconds" if call in late else fault_of(call, path):
+                raise RewardError(
+                    f"{path}: the reward of {prompts[i].where} {what}, for the answer {answers[i]!r:.200}\n  rule: a "
+                    "reward is a finite number for every answer\n  fix: mend the file, or give --reward-seconds"
+                )
+            found[i] = float(call.result())
+            for i in islice(waiting, 1):
+                running[start_call(score, prompts[i].text, answers[i], prompts[i].row)] = i, time.monotonic() + seconds
     return found
 
 
-def call_with_timeout(seconds: float, fn: Callable, *args: Any) -> Any:
-    """Return fn(*args), called in a thread that the program's end does not wait for.
+def fault_of(call: Future, path: Path) -> str:
+    """Return what is wrong with a reward that has been computed, or "" if it is a finite number."""
+    try:
+        given = call.result()
+        return "" if hasattr(given, "__float__") and math.isfinite(float(given)) else f"returned {given!r:.60}"
+    except (Exception, SystemExit) as error:
+        return f"raised {type(error).__name__} at {line_of(error, path)}: {error}"
 
-    Raises:
-        RewardTimeout: It has not returned after `seconds` seconds.
-    """
+
+def start_call(fn: Callable, *args: Any) -> Future:
+    """Call fn(*args) in a thread that the program's end does not wait for, and return its future result."""
     result: Future = Future()
 
     def call() -> None:
@@ -181,9 +185,4 @@ def call_with_timeout(seconds: float, fn: Callable, *args: Any) -> Any:
             result.set_exception(error)
 
     Thread(target=call, name="reward", daemon=True).start()
-    try:
-        return result.result(seconds)
-    except TimeoutError:
-        if result.done():  # the function itself raised it
-            raise
-        raise RewardTimeout from None
+    return result

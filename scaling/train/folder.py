@@ -40,11 +40,21 @@ def prepared(settings: Settings, model: str, mesh: str) -> Iterator[Callable[[],
     Ctrl-C and SIGTERM ask the run to save and end, and a second Ctrl-C ends it at once.
     ValueError if the folder is in use, or if this run can neither begin in it nor go on from it.
     """
-    out, asked = Path(settings.out), False
+    out = Path(settings.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: is not a folder\n  fix: give another --out")
     if (out / "config.json").is_file():
         raise ValueError(f"{out}: is a model's folder: it has a config.json\n  fix: give another --out")
+
+    with on_signals(stopper(out)), locked(out) if first_rank() else nullcontext():
+        if first_rank():
+            check_startable(out, settings)
+        yield partial(keep_options, out, settings, model, mesh, touched(out / STOP))
+
+
+def stopper(out: Path) -> Callable[[int], None]:
+    """Return a handler of signals that asks the run in a folder to save and end, and at a second Ctrl-C ends it."""
+    asked = False
 
     def ask(number: int) -> None:
         nonlocal asked
@@ -54,10 +64,7 @@ def prepared(settings: Settings, model: str, mesh: str) -> Iterator[Callable[[],
         with suppress(OSError):
             (out / STOP).touch()
 
-    with on_signals(ask), locked(out) if first_rank() else nullcontext():
-        if first_rank():
-            check_startable(out, settings)
-        yield partial(keep_options, out, settings, model, mesh, _touched(out / STOP))
+    return ask
 
 
 @contextmanager
@@ -125,7 +132,7 @@ def check_steps_left(settings: Settings, step: int) -> None:
 
 def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int) -> None:
     """Write the model's files, then run.toml; remove the stop file if it was touched at `stop`, before this run."""
-    if _touched(out / STOP) == stop:
+    if touched(out / STOP) == stop:
         (out / STOP).unlink(missing_ok=True)
     flight.keep_earlier(out)
     kept = {k: v for k, v in asdict(settings).items() if k not in NOT_KEPT and v is not None}  # TOML has no null
@@ -135,6 +142,6 @@ def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int
     write_atomically(out / RUN, "".join(lines))  # atomic, because ranks that start later may be reading it
 
 
-def _touched(path: Path) -> int:
+def touched(path: Path) -> int:
     """Return when a file was touched, in nanoseconds, or 0 if it does not exist."""
     return path.stat().st_mtime_ns if path.exists() else 0

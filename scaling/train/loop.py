@@ -214,26 +214,52 @@ def load_first_intact(
 ) -> tuple[dict, int, dict[str, Any]]:
     """Return (state, step, record) of the first of these steps that every rank can load.
 
-    A warning names each damaged step.
-
     Raises:
         ValueError: All steps are damaged, or a step was made with other options, data, model or tokenizer.
     """
     out, config = Path(settings.out), settings.model
-    (_, places), first = stored_layout(settings, mesh), ""
+    _, places = stored_layout(settings, mesh)
     sizes = stored_sizes(config, places) | ({"r": settings.lora} if settings.lora else {})
+
+    def load(step: int) -> dict:
+        state, _ = checkpoint.load(out, specs, mesh, step, places=places)
+        tree.check(state["params"], specs["params"], sizes, mesh)
+        of_type(f"{out / step_name(step)}: the index's place in the data", state["data"]["sequences"], int)
+        return state
+
+    check = partial(check_unchanged, settings, now=made_with)
+    return first_intact(out, steps, mesh, partial(read_record, out), check, load)
+
+
+def first_intact(
+    out: Path, steps: Sequence[int], mesh, record_at: Callable, check: Callable, load: Callable
+) -> tuple[dict, int, dict[str, Any]]:
+    """Return (state, step, record) of the first of these steps that every rank of the mesh can load.
+
+    A warning names each damaged step.
+
+    Args:
+        out: The run's folder.
+        steps: The steps to try.
+        mesh: The mesh of all ranks.
+        record_at: Returns the record of a step, or raises ValueError or OSError if it is damaged.
+        check: Takes a record, and raises a ValueError if the run may not go on from it.
+        load: Returns the state of a step, or raises ValueError or OSError if it is damaged.
+
+    Raises:
+        ValueError: All steps are damaged, or `check` has raised it.
+    """
+    first = ""
     for step in steps:
         before, state, damage = {}, {}, ""
         try:
-            before = read_record(out, step)
+            before = record_at(step)
         except (ValueError, OSError) as error:
             damage = str(error)
         if not damage:
-            check_unchanged(settings, before, made_with)
+            check(before)
             try:
-                state, _ = checkpoint.load(out, specs, mesh, step, places=places)
-                tree.check(state["params"], specs["params"], sizes, mesh)
-                of_type(f"{out / step_name(step)}: the index's place in the data", state["data"]["sequences"], int)
+                state = load(step)
             except (ValueError, OSError) as error:
                 damage = str(error)
         failed = guards.gather_over_ranks(torch.tensor([bool(damage)], dtype=torch.int64), mesh).flatten().tolist()

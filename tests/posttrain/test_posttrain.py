@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 from signal import SIGKILL
-from threading import Event
-from threading import enumerate as enumerate_threads
 
 import pytest
 import torch
@@ -30,7 +28,7 @@ from scaling.models.lora import Lora
 from scaling.models.text import tokenizer
 from scaling.posttrain import advantages, losses
 from scaling.posttrain.loop import push_lines, rollout_types
-from scaling.posttrain.rewards import RewardTimeout, call_with_timeout, read_prompts
+from scaling.posttrain.rewards import read_prompts
 from scaling.train import checkpoint
 from scaling.train.export import params_of_run
 from scaling.train.folder import locked
@@ -229,24 +227,6 @@ def test_bad_input_is_refused_by_its_line(folder, capsys):
         assert words in " ".join(said.split()), (flags, said)
         assert "Traceback" not in said, flags
         assert not list(Path().glob("run/step-*")), flags
-
-
-def test_a_reward_that_never_returns_does_not_keep_the_program_alive():
-    ended = Event()
-    with pytest.raises(RewardTimeout):
-        call_with_timeout(0.01, ended.wait)
-    daemons = [thread.daemon for thread in enumerate_threads() if thread.name == "reward"]
-    ended.set()
-    assert daemons
-    assert all(daemons)
-    for error in (TimeoutError, KeyError):
-        with pytest.raises(error):
-            call_with_timeout(1.0, raising, error)
-    assert call_with_timeout(1.0, max, 1, 2) == 2
-
-
-def raising(error):
-    raise error
 
 
 def test_metrics_are_cut_by_their_steps(tmp_path):
