@@ -252,6 +252,18 @@ def test_a_line_of_a_file_is_utf8_and_ends_with_a_newline(served):
     assert "is not JSON: 'utf-8'" in second["error"]
 
 
+def test_a_line_whose_logits_are_not_finite_is_refused_alone(served, tmp_path, said):
+    broken = params | {"embed": params["embed"].index_fill(0, torch.tensor([7]), torch.inf)}
+    hf.save(tmp_path / "broken", CONFIG, broken)
+    options = ["--model", str(tmp_path / "broken")]
+    (first, second, third), out, error = served([{"prompt": "a"}, {"ids": [1, 7, 2]}, {"prompt": "hello"}], *options)
+    assert second["error"].startswith("failed: logits without a finite maximum")
+    assert "line 2: failed: logits without a finite maximum" in error
+    assert [row["ids"] for row in (first, third)] == [completed(b"a", 8), completed(b"hello", 8)]
+    assert out.startswith("2 of 3 served")
+    assert "no token can be drawn" in said("generate", [*options, "--prompt-ids", "1,7"], 1)[1]
+
+
 def test_requests_that_do_not_fit_are_refused_alone(served):
     """Those that a pool has no pages for; without --pages it is as large as the requests need and memory allows."""
     (first, second), *_ = served([{"prompt": "a" * 12}, {"prompt": "a"}], "--pages", "4", "--page", "4")
