@@ -108,7 +108,7 @@ def traced_depths(
     elif not memory:
         few, full = 2, 2 * Z if chunks > 1 else 2
     else:
-        few, full = 2, busy_from(Z, z, LIMITS.ahead, in_rounds)
+        few, full = fewest_layers(settings), busy_from(Z, z, LIMITS.ahead, in_rounds)
     if memory and Z > 1 and (2 * full >= M or (settings.pipeline_on(sizes) and not in_rounds)):
         full = M  # one run of all microbatches takes less than runs of two smaller numbers
     unit, dense = period(model) * Z * chunks, model.dense_layers
@@ -149,7 +149,7 @@ def short_pipelines(
     if few == 3 and not model.tied:
         stages = [(Fraction(1), few)]
     layers, more = divmod(model.L - len(model.dense), Z * chunks)
-    per_stage = samples(layers, 1, 2)
+    per_stage = samples(layers, 1, fewest_layers(settings))
     found: defaultdict[Loops, Fraction] = defaultdict(Fraction)
 
     def add(weight: Fraction, n: int, M: int, stages: int, ahead: int = 1) -> None:
@@ -177,6 +177,15 @@ def busy_from(Z: int, z: int, ahead: int, in_rounds: bool) -> int:
     if in_rounds:  # the stages of an interleaved pipeline are busy after two rounds of Z microbatches
         return Z * (2 + -(-ahead // Z))
     return max(Z - z, ahead + 1) + 1
+
+
+def fewest_layers(settings: Settings) -> int:
+    """Return the number of layers of a stage from which on its memory is linear in them.
+
+    The weights of the layer below arrive while a layer runs backward, and if gradients are reduced in each microbatch,
+    those of the layer above are sent.
+    """
+    return 3 if settings.reduce == "each" else 2
 
 
 def chunks_on(settings: Settings, sizes: Mapping[str, int]) -> int:

@@ -84,6 +84,14 @@ def test_a_drawn_job_is_counted_as_its_own_step(kind, seed, monkeypatch):
         assert getattr(found, name).amount == pytest.approx(getattr(wanted, name).amount, rel=1e-6)
 
 
+def test_memory_of_stages_that_reduce_in_each_microbatch_is_linear_from_three_layers_on():
+    model = DENSE.with_(L=8, D=4096, F=3584, V=32000)
+    settings = Settings(model, "", "", 8, 1024, microbatches=2, dtype="bf16", remat="block", reduce="each")
+    for stage in (0, 1):
+        given = settings, {"Z": 2, "X": 4}, {"Z": stage}, "abstract"
+        assert step_by_symbols(*given).memory == count(*given).memory
+
+
 def test_what_is_no_product_of_the_sizes_is_refused_and_counted_at_its_own_sizes(monkeypatch):
     symbols = Symbols((("b", 13, 13), ("D", 17 * 19, 17), ("X", 19, 19)), (("b+1", 14 * 23),), (2,))
     assert symbols.monomial(4 * 13 * 17).single == ((("D", 1), ("X", -1), ("b", 1)), 4)
