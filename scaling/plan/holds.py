@@ -112,7 +112,7 @@ def beside_state(
     ends = grad * np.where(sharded & np.logical_not(once), both / X, both)
 
     alone = np.maximum.reduce([
-        activations + back + left,
+        activations + back + grad * last,  # the head's gradient is scattered while the last layer runs backward
         activations - layer + np.maximum(back, new) + sums / layers + left,
         layer + np.maximum(back, new) + (layers - 1) / layers * sums + left,
         sums + flying + embedding + left + act * c.tokens * w.D / l.tensor,
@@ -122,7 +122,7 @@ def beside_state(
         M > 2, ends + table * both + left * w.tied * np.logical_not(once), left + grad * first * (not w.tied)
     )
     added = np.maximum.reduce([
-        activations + back + sums + waiting,
+        activations + back + sums + waiting + grad * last - left,
         activations - layer + new + sums + waiting,
         one + np.maximum(loss, forward) + sums + ends + table * last,
     ])  # fmt: skip

@@ -45,6 +45,7 @@ def test_gathers_and_reductions_are_under_way_while_a_layer_computes():
     starts = [i for i, op in enumerate(ops) if op == "ReduceScatter"]  # a layer's, all in one, and those of the ends
     assert len(starts) == L + 2
     assert all(ops[a:b].count("Einsum") >= 14 for a, b in itertools.pairwise(starts[:L]))
+    assert products_behind(events, "ReduceScatter")[0] == 14  # the unembedding's gradient, behind the last layer's
     for config in (PLAIN.with_(L=L), EXPERTS.with_(L=L, dense_layers=(1,), F_dense=40)):
         hidden = products_behind(traced(config, {"X": 2}).events, "AllGather")
         assert hidden[:2] == [0, 0]  # the embedding and the first layer
@@ -221,7 +222,7 @@ def test_after_each_microbatch_only_sums_of_shards_stay(zero, layers):
 
 def test_after_each_microbatch_no_table_s_gradient_stays_whole():
     """The fullest moment has the shards of params and sums, both tables gathered, and the gradient of one of them."""
-    c = LARGE.with_(V=65536)
+    c = LARGE.with_(V=131072)
     params, table = c.L * LAYER + 2 * 4 * c.V * c.D, 4 * c.V * c.D
     assert peak(c, 64, transformer.loss_and_grads, **TWO, **EACH) == pytest.approx(2 * params / X + 3 * table, rel=1e-3)
 

@@ -115,9 +115,10 @@ def pop_inputs(ends: dict) -> dict[str, Any]:
 
 
 def add_by_name(sums: dict, dW: dict, dtype: torch.dtype) -> None:
-    """Add gradients by name, in this dtype, after they have arrived."""
-    for name, g in dW.items():
-        sums[name] = sums[name].add_(wait(g)) if name in sums else wait(g).to(dtype)
+    """Add gradients by name, in this dtype, after they have arrived; `dW` is emptied, so that each is freed."""
+    for name in [*dW]:
+        g = wait(dW.pop(name))
+        sums[name] = sums[name].add_(g) if name in sums else g.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,9 @@ class LayerGroup:
         return x, sum(terms), kept_below + kept
 
     def run_backward(
-        self, dx: Tensor, kept: list, at: Context, scale: float, reduces: bool = False, rest: list | None = None
-    ) -> Tensor:
+        self, dx: Tensor, kept: list, at: Context, scale: float, reduces: bool = False, rest: list | None = None,
+        then: Callable | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return dx of the first layer's input from that of the last one's result; `kept` is emptied.
 
         Args:
@@ -284,6 +286,7 @@ class LayerGroup:
             reduces: Whether this backward starts to reduce gradients, while the layers below run.
             rest: A list that receives (engine, l, dW) for each layer, so that dW is not added to the engine's sums.
                 Weight gradients in dW may be deferred products, which the stage's weight half computes.
+            then: Called after the last layer's backward, the first that is computed.
         """
         at = at.prepared(attends="O" in self.step.dropped_names)._replace(defers=rest is not None)
         add = None if rest is None else lambda l, dW: rest.append((self.engine, l, dW))
@@ -293,6 +296,8 @@ class LayerGroup:
             if (n := self.structure.num_leaves) < len(W):  # the forward's forms of the weights follow the backward's
                 saved = recomputed(self.structure.unflatten(W[n:]), saved, context, whole=True)
             dx, dW = layer_backward(self.structure.unflatten(W[:n]), dx, saved, context, scale)
+            if then is not None and l == len(self.engine.layers) - 1:
+                then()
             return dx, self.trained.flatten_up_to(dW)
 
         below = self.below and partial(self.below.engine.start_gather, len(self.below.engine.layers) - 1, back=True)
@@ -346,10 +351,10 @@ def group_stage(step: TrainStep, params: Mapping, layers: range, out=None) -> La
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
     """Return the loss and the gradients where every rank has all layers.
 
-    Gradients are summed over microbatches, and the sums reduced in the last microbatch's backward. ZeRO-1 reduces them
-    after it. If `reduce_each`, each microbatch's gradients are reduced, and the shards summed. The params of the head
-    are gathered while the last layer computes. A table of the vocabulary is freed after its last use, and so are the
-    last layer's weights, which stay gathered for the first layer of the backward.
+    Gradients are summed over microbatches, and the sums reduced in the last microbatch's backward. ZeRO-1 reduces
+    them after it. If `reduce_each`, each microbatch's gradients are reduced, and the shards summed. The head's params
+    are gathered, and their gradients reduced, while the last layer computes. Each table of the vocabulary is freed
+    after its last use. The last layer's weights stay gathered for its backward, which comes next.
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
@@ -359,12 +364,11 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     after_all = step.options.zero == 1 and not step.reduce_each  # ZeRO-1 reduces after the last backward
     losses, dends, scattered, size = [], {}, {}, len(ends["embed"])
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
-    microbatches = zip(batch.contexts, *shares, strict=True)
 
     def gather_head() -> None:
         ends.update(move_ends(gather_leaves, outputs, mesh, step.lines))
 
-    for m, (at, tokens, targets, weights) in enumerate(microbatches):
+    for m, (at, tokens, targets, weights) in enumerate(zip(batch.contexts, *shares, strict=True)):
         x, last = embed(ends, tokens, at.learned, mesh, config), m == M - 1
         if last and not config.tied:
             del ends["embed"]
@@ -378,11 +382,12 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         del x, dW
         if last:
             ends.clear()
+        arrive = None
         if reduces := last or step.reduce_each:
             first = pop_inputs(dends)  # to which the backward of the first layer's input adds
-            add_by_name(scattered, move_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
+            arrive = partial(add_by_name, scattered, move_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
             dends = first  # no name holds the others' whole gradients
-        dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not after_all)
+        dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not after_all, then=arrive)
         if not lora:
             add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
         if reduces:
