@@ -102,7 +102,9 @@ def said(plan) -> str:
 
 
 # %% [markdown]
-# Each row is planned, run on ranks and compared with one device. The bytes are what the plan sends.
+# Each row is planned, run on ranks and compared with one device. The bytes are what the plan sends. The last three rows
+# are reshardings: an AllGather of the minor axis, which is the last in a subscript; of the major one, which takes a
+# CollectivePermute first (03_sharding.py says why); and an AllToAll.
 
 # %%
 differences = page.on_ranks(products)

@@ -43,8 +43,9 @@ SQUARE = {"X": 2, "Y": 2}
 # ## A unified notation for sharding
 # The devices form a grid, the mesh. It has named axes, and a type says over which of them each dim of an array is
 # split: `A[I_X, J]` has its rows split over the axis X. A mesh axis stands for its number of devices, too. The first
-# picture shows the array: which of the devices 0 to 3 have each block. In `A[I_X, J]`, both devices of a row of the
-# mesh have the same block, so they are replicas over Y.
+# picture shows the array: which of the devices 0 to 3 have each block. Devices are numbered along Y first, so 0 and 1
+# are those with X = 0. In `A[I_X, J]`, both devices of a row of the mesh have the same block, so they are replicas over
+# Y.
 
 # %%
 page.title("The book's nine shardings over 2 x 2 devices: the devices that hold each block")
@@ -85,7 +86,9 @@ page.table(rows, ["type", "in JAX", "local shape", "bytes a device", "in all / o
 # %% [markdown]
 # ## Which types are illegal?
 # A mesh axis that splits one dim cannot split another one. Each line below is refused before anything is computed, with
-# the rule and a fix.
+# the rule and a fix. The last one is a line that the book calls an AllGather. But X is the major axis of `I_XY`, so the
+# devices along X have every |Y|th block, and not the adjacent ones that a device of `A[I_Y, J]` has. The blocks have to
+# change places first, as 03_products.py plans it; from `A[I_YX, J]` it is an AllGather.
 
 # %%
 page.title("Refused")

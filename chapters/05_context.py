@@ -12,8 +12,8 @@ zig-zag order keeps all ranks busy, and compares all forms with one device.
 # %% [markdown]
 # ## Why split a sequence?
 # Data parallelism splits a batch by sequences. A batch of long contexts has few of them: 8 million tokens are 64
-# sequences of 128k, which leaves nothing to split beyond 64 ways, and the activations of one such sequence may not fit
-# on a chip. So the sequence itself is split, over an axis C.
+# sequences of 128k. They can be split 64 ways and no further, and the activations of one such sequence may not fit on a
+# chip. So the sequence itself is split, over an axis C.
 #
 # The price is that attention is no longer local: keys and values must be sent, forward and backward. To hide that, each
 # chip needs enough of the sequence. The time of the scores grows with the square of its length and that of the transfer
@@ -322,8 +322,9 @@ show(page.on_ranks(all_forms))
 # The example is one layer of LLaMA-3 405B with 131,072 tokens in bf16 on 16 ranks, on an abstract mesh of 4,096 chips.
 # Gradients of keys that are summed over ranks are sent in float32, and so are those of copied heads. The form gather
 # has all keys on every rank, and nothing hides its AllGather. The ring's transfers are hidden, but there are C - 1 of
-# them, one after the other. Ulysses also sends Q and O. But a rank sends nearly its own shard of each array, whatever C
-# is, where in the ring it sends C - 1 blocks; so Ulysses gains with more ranks.
+# them, one after the other. Ulysses also sends Q and O, but of each array a rank sends at most its own shard, however
+# large C is. In the ring a rank sends C - 1 blocks of keys and values, so the more ranks there are, the more Ulysses
+# gains.
 #
 # In the table, rounds are transfers of the forward that follow each other, the next column is the busiest rank's work
 # over the mean, then come the keys and values that a rank has at once, and last what must divide what: `C | T` means

@@ -5,23 +5,24 @@ https://jax-ml.github.io/scaling-book/training
     In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]
 
 The batch is split, and the params are replicated. The forward sends nothing. The backward leaves each weight's gradient
-as partial sums {U_X}, and an AllReduce adds them up. Only the optimizer waits for that sum, so it can run behind the
-rest of the backward: `scaling/strategies/data_parallel.py` does that for L layers, and can reduce several in one
-bucket.
+as partial sums {U_X}, and an AllReduce adds them up. Only the optimizer waits for that sum, so the AllReduce can run
+behind the rest of the backward: `scaling/strategies/data_parallel.py` does that for L layers, and can reduce several in
+one bucket.
 """
 
 # %% [markdown]
 # ## Why split the batch?
 # A model of N params takes 6N FLOPs for each token that it learns from, so a batch of B tokens keeps one chip of C
-# FLOPs/s busy for 6NB/C seconds. In a forward pass the rows of a batch do not depend on each other. So the simplest
-# way to use X chips gives each of them a copy of the model and B/X of the tokens; only the gradients have to be added
-# up.
+# FLOPs/s busy for 6NB/C seconds. Except in attention (05_context.py), the rows of a batch do not depend on each other,
+# whether they are tokens of one sequence or of several. So the simplest way to use X chips gives each of them a copy of
+# the model and B/X of the tokens; only the gradients have to be added up.
 #
 # The price is memory. Every chip has all params and all of Adam's state, 10 bytes a param with bfloat16 params and two
 # float32 moments, so the 96 GB of a TPU v5p hold fewer than 10 billion params, without one activation. And the batch
-# has to grow with the chips: if each has few tokens, adding up the gradients takes longer than computing them. It
-# cannot grow forever, because beyond some size further tokens hardly improve a step's gradient. Where the model fits on
-# a chip and the batch is large, nothing is simpler or faster. Where it does not fit, 05_fsdp.py goes on.
+# has to grow with the chips: if each has few tokens, adding up the gradients takes longer than computing them. Nor can
+# the batch grow forever, because beyond some size (the critical batch size) further tokens hardly improve a step's
+# gradient. Where the model fits on a chip and the batch is large, nothing is simpler or faster. Where it does not fit,
+# 05_fsdp.py goes on.
 #
 # All chapters on strategies use these letters. A Transformer is simplified to a stack of layers with two products each,
 # In W_in W_out. B is the tokens of the whole batch, D the width of the stream between layers, F the hidden width of a
@@ -145,7 +146,8 @@ page.same([("forward", "0", 0, there), ("backward", "32DF", 32 * D * F, back)], 
 # which is longer. The products hide the AllReduces if B/X > C/W.
 #
 # The listing above is counted, in FLOPs and bytes, on 64 abstract TPU v5p, which have shapes and no data. The
-# AllReduces may use all three axes of the torus, so W is three times the bandwidth of one axis.
+# AllReduces may use all three axes of the torus, so W is three times the bandwidth of one axis. A whole pod of 8,960
+# chips then needs batches of 7.6 million tokens.
 
 # %%
 v5p = chip("v5p")

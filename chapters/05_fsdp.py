@@ -72,7 +72,9 @@ listing.show_module(page, gradients, STORED)
 # ## The book's layer, line by line
 # These are the lines that each rank runs. The transpose of each AllGather of a weight in the forward is a ReduceScatter
 # of its gradient in the backward. The backward gathers each weight again, because a rank that kept it from the forward
-# would soon have all layers whole. Act is Tmp after the activation function, which the book leaves out.
+# would soon have all layers whole. (The last layer is an exception, because its backward follows at once. The steps of
+# `scaling.train` keep its weights, so L layers take 2L - 1 gathers in a step and not 2L.) Act is Tmp after the
+# activation function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
@@ -121,9 +123,10 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 # %% [markdown]
 # ## When is it bound by communication?
 # The forward takes T_math = 4BDF/(XC) and T_comms = 4DF/W; in the backward both are twice as long. So in both passes
-# the products hide the collectives if B/X > C/W, as under data parallelism. A run that is compute-bound under data
-# parallelism stays so when it switches to FSDP, with 1/X of the memory. The listing above is counted, in FLOPs and
-# bytes, on 64 abstract TPU v5p that use all three axes of their torus.
+# the products hide the collectives if B/X > C/W, as under data parallelism. With 850 tokens a chip, LLaMA-3's batches
+# of 16 million tokens keep 18,800 chips busy, about two pods. A run that is compute-bound under data parallelism stays
+# so when it switches to FSDP, with 1/X of the memory. The listing above is counted, in FLOPs and bytes, on 64 abstract
+# TPU v5p that use all three axes of their torus.
 
 # %%
 v5p = chip("v5p")

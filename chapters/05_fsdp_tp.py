@@ -4,10 +4,10 @@ https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
 
-Weights are split over both mesh axes. The gathers over X move weights (FSDP), and those over Y move activations (tensor
-parallelism). Each moves 1/Y, or 1/X, of the bytes that it would move alone. The layer below is the book's listing, line
-by line: change a line and see what breaks. `scaling/strategies/fsdp_tp.py` does the same for L layers, and starts
-gathers ahead of time.
+Weights are split over both mesh axes. The gathers over X move weights (FSDP), 1/Y of the bytes that FSDP alone would
+move. Those over Y move activations (tensor parallelism), 1/X of the bytes of tensor parallelism alone. The layer below
+is the book's listing, line by line: change a line and see what breaks. `scaling/strategies/fsdp_tp.py` does the same
+for L layers, and starts gathers ahead of time.
 """
 
 # %% [markdown]
@@ -101,7 +101,9 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 # activations 4BD/(X W_Y) over Y, where W_X and W_Y are the bytes/s over each. With N fixed, a larger X makes the second
 # shorter and the first longer, so the best X makes both equal: FX/W_X = BN/(X W_Y). If X has M_X axes of the torus and
 # Y has M_Y, it is sqrt(B N M_X / (F M_Y)). FSDP+TP is then compute-bound down to C^2 / (W_X W_Y F) tokens a chip, far
-# below FSDP's threshold. The table counts the listing above on 64 abstract v5p, with M_X = 2 and M_Y = 1.
+# below FSDP's threshold. The table counts the listing above on 64 abstract v5p, with M_X = 2 and M_Y = 1. It has 16,384
+# tokens, of which the best X is a whole number; for the book's 48,000 tokens it is 13.9, and one takes 16
+# (05_when_bound.py).
 
 # %%
 v5p = chip("v5p")

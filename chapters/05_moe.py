@@ -63,7 +63,9 @@ ROWS = {"y": "y[B_X, T, D]", "dx": "dx[B_X, T, D]"}
 # The rows form a table, `Row[G, E, R, D]`. G is the group of tokens that a row comes from, with one group on each rank;
 # E is the row's expert; R is its position among this group's rows for this expert. R is ragged: it differs by group and
 # expert. So the ranks first exchange how many rows they will send (line 2). The choice of experts (line 1) is a set of
-# integers and has no gradient; the router learns through the weights with which line 6 adds up the k results.
+# integers and has no gradient; the router learns through the weights with which line 6 adds up the k results. Here each
+# AllToAll blocks. `scaling.strategies.expert` runs the same lines, and computes the expert that all tokens share, or
+# gradients of weights, while rows are in flight.
 
 
 # %%
@@ -78,7 +80,7 @@ def layer(params, x, mesh):
     Row = rows.spread(tokens)
     Row = ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", Row, sends, receives, mesh)  # 3. dispatch
     mine = torch.arange(count.shape[1], device=x.device).repeat(len(count))  # which of its experts each block is for
-    order = mine.repeat_interleave(count.flatten()).argsort(stable=True)  # rows come by group; by expert now
+    order = mine.repeat_interleave(count.flatten()).argsort(stable=True)  # rows arrive by group; sort by expert
     Row, own = Row[order], count.sum(0).tolist()  # 4. `by_expert` multiplies the rows of each expert by its matrix
     Tmp = moe.by_expert("Row[R, D] * W_in[D, F] -> Tmp[R, F]", Row, params["W_in"], own)
     Gate = moe.by_expert("Row[R, D] * W_gate[D, F] -> Gate[R, F]", Row, params["W_gate"], own)
@@ -123,8 +125,9 @@ def layer_backward(params, dy, saved, mesh):
 # %% [markdown]
 # ## The same layer on one device, densely
 # The oracle is a dense layer. Every expert computes every token, and a token's sum takes only its k experts. The tokens
-# here have a mean that is not zero, so that some experts are chosen far more often than others. Two auxiliary losses,
-# which keep the router balanced, are compared further below; `of_losses` are their cotangents.
+# here have a mean that is not zero, so that some experts are chosen far more often than others. Two auxiliary losses
+# are compared further below: one grows as the load becomes uneven, the other with the router's logits (`--aux-coef` and
+# `--z-coef` of `scaling.train`). `of_losses` are their cotangents.
 
 
 # %%

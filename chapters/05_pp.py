@@ -13,14 +13,16 @@ the stages use FSDP and tensor parallelism inside.
 # ## Why split by layers?
 # Only activations pass from one layer to the next, once for each boundary between two ranks. So a pipeline needs the
 # least bandwidth of all strategies, works over slow networks, and leaves each rank with only its layers' weights. Z is
-# the axis of the pipeline and its number of ranks, or stages; In[L_Z, B, D] has L layers, of which each stage has L/Z.
+# the axis of the pipeline and its number of ranks, or stages. In the line above a dim L counts the layers, of which
+# each stage has L/Z, and [i] picks the layer that runs; the book calls that an abuse of notation, because the layers
+# run one after the other and not at once.
 #
 # The price is waiting. A batch that is not split is at one stage at a time, and all other stages wait. If it is split
 # into microbatches, stages still wait while the pipeline fills and empties; this idle time is the bubble. A schedule of
 # forwards and backwards has to be chosen, and it is harder to write and to debug than any collective. Pipelines also do
 # not suit ZeRO-3. Either each of M microbatches gathers the weights of its stage again, and M times as many bytes are
 # sent; or the gathered weights stay, and their memory is not saved. Large runs on GPUs therefore combine pipelines with
-# ZeRO-1 and tensor parallelism. On a TPU's torus FSDP's gathers are cheap, and the book needs no pipeline.
+# ZeRO-1 and tensor parallelism. On a TPU's torus FSDP's gathers are cheap, so the book treats pipelines only briefly.
 
 # %%
 from functools import partial, reduce
@@ -254,7 +256,8 @@ for measured, _ in runs.values():
 # %% [markdown]
 # The table has the bubble and the memory of each schedule: by the published formula, simulated, and measured. Formula
 # and simulation agree to the last digit. Memory, in microbatches on the fullest rank, is equal in all three. The
-# measured bubble is larger, by the time that sending takes here. Forward, dIn and dW take one tick each.
+# measured bubble is larger, by the time that sending takes here, and by the waits of ranks that share this machine's
+# cores. F, I and W take one tick each, and B two.
 
 # %%
 rows = []

@@ -71,7 +71,9 @@ listing.show_module(page, gradients, STORED)
 # second product contracts F, which is split, so it leaves partial sums {U_Y} to reduce. Why are two collectives enough
 # for two products? The first weight is split by columns and the second by rows, so the F_Y that the first product
 # leaves on a rank is exactly what the second one needs there, and the activation function in between treats every
-# number alone. Act is Tmp after this function, which the book leaves out.
+# number alone. Act is Tmp after this function, which the book leaves out. The norm needs a row's whole D, so it comes
+# after the gather, and its cotangent before the scatter. That cotangent is linear in dIn, so it may be computed from
+# partial sums.
 
 # %%
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
@@ -121,8 +123,8 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 # ## When is it bound by communication?
 # The forward has two products of 2BDF/Y FLOPs on each chip, so T_math = 4BDF/(YC), and T_comms = 4BD/W. The batch and D
 # cancel, so however large the batch is, the layer is compute-bound only if Y < F W/C. With more chips each computes
-# less, but sends as much. The listing above is counted, in FLOPs and bytes, on abstract TPU v5p, where Y has one axis
-# of the torus.
+# less, but sends as much. In int8 the limit is the same, because FLOPs/s double and bytes halve. The listing above is
+# counted, in FLOPs and bytes, on abstract TPU v5p, where Y has one axis of the torus.
 
 # %%
 v5p = chip("v5p")

@@ -16,7 +16,9 @@ cache on a chip, when ICI binds, and when 2D pays.
 # A step of training has thousands of tokens on each chip, while a decode step has one token of each sequence. Weights
 # and caches are read for a handful of rows, so reads from HBM bound the step, and more chips help because they bring
 # more bandwidth. FSDP is useless here: ICI is slower than HBM, so gathering the weights would take many times as long
-# as the step itself. So the weights stay where they are, and the activations, which are small, move.
+# as the step itself. So the weights stay where they are, and the activations, which are small, move. Data parallelism
+# is of no use within a step, either: each copy of the weights has to be read whole, so one rather starts a second
+# server.
 #
 # The remaining choice is where the caches go. There are only K heads to split, eight in LLaMA-3 70B. On more chips the
 # cache has to be split along something else, its batch or its length, and each choice costs a collective in every

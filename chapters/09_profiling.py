@@ -189,10 +189,10 @@ page.answers([
 # %% [markdown]
 # ## The example profile, by formula
 # The book's example uses 4-way data and 2-way model parallelism on 8 cores of TPU v2. A profile shows one device's
-# share, a batch of 8 sequences and 16,384 features; times the mesh these are B = 32 and F = 32,768. A sequence has T =
-# 1,024 tokens, a token D = 8,192 numbers, and attention N = 32 heads of H = 256. The first rows are the largest line of
-# the MLP and the ReduceScatter at its end. Both take what the formula says, so nothing is wrong with them. The rows
-# after them are the book's exercise, attention, and its memory.
+# share, 8 sequences and 16,384 features. So the whole arrays, over 4 and over 2 devices, have B = 32 and F = 32,768. A
+# sequence has T = 1,024 tokens, a token D = 8,192 numbers, and attention N = 32 heads of H = 256. The first rows are
+# the largest line of the MLP and the ReduceScatter at its end. Both take what the formula says, so nothing is wrong
+# with them. The rows after them answer the book's exercise on attention, and check its memory.
 
 # %%
 core, link = chip("v2").flops("bf16") / 2, chip("v2").bandwidth("ici", axes=1)
@@ -210,7 +210,7 @@ page.answers([
     Answer("Exercise: W_Q[8192, 32, 256], heads over Y", "", 2 * B * T * D * N * H / (core * 8) * 1e3, "ms",
            "a quarter of W_in, since NH = D = F/4"),
     Answer("Exercise: scores and their sum, if no mask is used", "", 4 * B * T * T * N * H / (core * 8) * 1e3, "ms",
-           "4BT^2NH: T/D of W_Q, W_K, W_V and W_O together, over two"),
+           "4BT^2NH, which is T/2D of W_Q, W_K, W_V and W_O together"),
     Answer("Memory: HBM left of 16 GB beside 7.5 GB of params", "8.5", (chip("v2").hbm_bytes - 7.5e9) / 1e9, "GB"),
 ])  # fmt: skip
 
@@ -218,12 +218,12 @@ page.answers([
 # ## The same block of ours, profiled
 # Now the lines of the same block run on ranks, at the size of a laptop. They are predicted by this machine's own
 # roofline, which consists of its FLOPs/s, its bytes/s, and the times of its collectives, all measured on the same ranks
-# first. The profile has a row for each line, with the mean of a step in milliseconds: the time of a collective is
-# `exposed` while nothing else runs, `hidden` while products run beside it, and `waiting` until the last rank has come
-# ("2.10 for 1": rank 1 was the last). `MB` is a product's operands and result, and V of a collective. `predicted` is
-# the roofline's time, and `of roof` is predicted over measured. A line far below 100% deserves a look. On a machine
-# that other programs use, every line may be far below it; and a product that has more of the machine to itself than
-# when the roofline was measured is above it. The second table divides each rank's step into parts.
+# first. The profile has a row for each line, in milliseconds of a mean step. The time of a collective is `exposed`
+# while nothing else runs, `hidden` while products run, and `waiting` until the last rank has come ("2.10 for 1" is 2.1
+# ms of waiting for rank 1). `MB` is a product's operands and result, and V of a collective. `predicted` is the
+# roofline's time, and `of roof` is predicted over measured. A line far below 100% deserves a look. On a machine that
+# other programs use, every line may be far below it; and a product that has more of the machine to itself than when the
+# roofline was measured is above it. The second table divides each rank's step into parts.
 
 # %%
 b, t, d, f, n, h = 2, 128, 256, 1024, 8, 32  # on each rank
@@ -292,8 +292,7 @@ def lanes(step: int, timelines) -> list[Bar]:
 
 
 # %% [markdown]
-# First some steps are profiled. Then follow five more in which the last rank comes 30 ms late, and the profile has to
-# name it.
+# First some steps are profiled. In five more the last rank comes 30 ms late, and the profile has to name it.
 
 
 # %%
@@ -325,7 +324,7 @@ table, parts, outside, flops, slow, memory, drawn = page.on_ranks(run)
 Y = page.args.mesh["Y"]
 page.title(f"A step of the block on {format_sizes(page.args.mesh)}, mean of {STEPS}")
 page.say(table)
-page.say("\npredicted: by the roofline, for the ranks measured all at once; of roof: predicted over measured.")
+page.say("\npredicted: by the roofline, measured on all ranks at once; of roof: predicted over measured.")
 wanted = {"Q": 2 * b * t * d * n * h / Y, "Tmp": 2 * b * t * d * f / Y, "Out": 2 * b * t * d * f / Y}
 page.say()
 page.same([(name, "2 x tokens x sizes / |Y|", value, flops[name]) for name, value in wanted.items()],
@@ -337,9 +336,9 @@ page.say(f"\nthe parts' sum is {off[STEPS // 2]:.2%} off the step that a clock o
 
 # %% [markdown]
 # ## Memory
-# When a program runs out of memory, one asks which arrays were there at that moment. The memory viewer of the block
-# shows, for each line, the bytes that are live after it, and the most until the next line. More than half of the peak
-# are the two widest arrays, Tmp[B_X, T, F_Y] and its GELU, which is computed between the last two products.
+# When a program runs out of memory, one asks which arrays were there at that moment. For each line of the block, the
+# table has the bytes that are live after it, and the most until the next line. More than half of the peak are the two
+# widest arrays, Tmp[B_X, T, F_Y] and its GELU, which is computed between the last two products.
 
 # %%
 page.title("Live tensors in the first step, without params and x")

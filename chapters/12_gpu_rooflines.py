@@ -30,14 +30,18 @@ def yes(value: bool) -> str:
 
 # %% [markdown]
 # ## The limits of each strategy
-# The limits are Part 5's, with the bandwidths of a tree. A layer is an MLP with weights [D, F], B is the tokens of a
-# step on N GPUs of C FLOPs/s, and W is 450e9 bytes/s of a GPU in its node of H100s, or 400e9 of a node beyond it.
+# An H100 has links of 450e9 bytes/s to the others of its node, and the 8 GPUs of a node together have cables of 400e9
+# bytes/s out of it. An AllReduce over many nodes first reduces within each node, after which each GPU has an eighth of
+# the sum to send over the cables. So what counts there is the 400e9 of the whole node (12_gpu_networks.py). With one or
+# the other as W, the limits are Part 5's. A layer is an MLP with weights [D, F], and B is the tokens of a step on N
+# GPUs of C FLOPs/s.
 #
 # - *DP and ZeRO.* The backward pass takes 8BDF/(N C) seconds, and sends gradients of 8DF bytes in 8DF/W. So it is
 #   compute-bound from B/N = C/W tokens a GPU on. If DP runs in and between nodes, the slower links decide. Over two
-#   nodes, each node sends only half of the gradients. A replica that spans 8 nodes, by tensor, expert or pipeline
-#   parallelism, sends its gradients over the cables of all 8. With E experts of which a token takes k, DP needs E/k
-#   times the tokens: all experts' gradients are sent, and only k do FLOPs for a token.
+#   nodes, each node sends only half of the gradients over the cables; on H100s the links in the node then decide, with
+#   7/8 of their 2200 tokens. A replica that spans 8 nodes, by tensor, expert or pipeline parallelism, sends its
+#   gradients over the cables of all 8. With E experts of which a token takes k, DP needs E/k times the tokens: all
+#   experts' gradients are sent, and only k do FLOPs for a token.
 # - *TP* moves activations of 4BD bytes in the forward pass, however many ways there are, while the FLOPs of a GPU
 #   become fewer with each. So it is compute-bound up to F W/C ways. In practice that is a node.
 # - *EP* moves each token to its k experts and back by AllToAlls. What limits it is the width F of an expert: the wider
@@ -45,9 +49,9 @@ def yes(value: bool) -> str:
 # - *PP* sends so little that it has no such limit. One pays with a bubble, and ZeRO-3 does not go with it, since
 #   weights would be gathered for each microbatch.
 #
-# Between nodes, the B200 has more FLOPs with the same network, so it needs more tokens. The GB200 has nodes of 72 with
-# nine times the egress. There the links in the node are the slower ones for DP: it needs 71/72 of that row's tokens,
-# because a GPU already has one of the 72 parts itself.
+# Between nodes, the B200 has more FLOPs with the same network, so it needs more tokens. The GB200 has nodes of 72 GPUs
+# with nine times the bandwidth out of them. DP in and between such nodes is bound by the links in the node: it needs
+# 71/72 of the 2,556 tokens in the table's second row, because a GPU already has one of the 72 parts itself.
 
 # %%
 ROOFLINES = {
