@@ -48,7 +48,9 @@ def frugal_ways(job: Job) -> Iterator[Frugal]:
     """
     params = job.work.params
     if job.optimizer_bytes > 2:
-        yield Frugal("8-bit Adam", replace(job, optimizer_bytes=2), "its two moments take a byte each")
+        yield Frugal(
+            "8-bit Adam", replace(job, optimizer_bytes=2), "its two moments take a byte each, and there are no masters"
+        )
     if job.optimizer_bytes:
         host = job.optimizer_bytes * params / 1e9
         says = f"its state, {host:,.0f} GB in all, waits in the hosts' memory and is updated there"

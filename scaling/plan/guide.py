@@ -20,9 +20,11 @@ from scaling.models.leaves import counted_without
 from scaling.plan.candidates import plans, search
 from scaling.plan.evaluate import Estimate
 from scaling.plan.fitting import Frugal, frugal_ways, help_needed
-from scaling.plan.job import AXES, Fixed, Job
+from scaling.plan.job import AXES, Fixed, Job, run_bytes
 from scaling.plan.report import folded, several, size
 from scaling.plan.work import LayerWork
+
+STORED = "param_bytes", "grad_bytes", "optimizer_bytes"
 
 
 @dataclass(frozen=True)
@@ -188,13 +190,13 @@ def _parser() -> Parser:
     parser.add_argument("--seq", type=whole_count, default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument(
         "--precision", choices=("bf16", "mixed"), default="bf16",
-        help="bf16: params and gradients in bf16, Adam in fp32, 12 bytes a parameter; mixed: all in fp32, 16 bytes",
+        help="bf16: params in bf16, gradients and AdamW with masters in fp32, as in scaling.train, 18 bytes a param; "
+        "mixed: all in fp32, 16 bytes",
     )  # fmt: skip
     parser.add_argument(
         "--optimizer-bytes",
         type=number(),
-        default=8,
-        help="bytes of optimizer state per parameter (default 8: Adam; 8-bit Adam has 2)",
+        help="bytes of optimizer state per param (default: 12 in bf16 and 8 in mixed; 8-bit Adam has 2)",
     )
     return parser
 
@@ -217,12 +219,11 @@ def main(arguments: list[str]) -> int:
     else:
         levels = (Level("node", max(args.gpus, 2), 25e9),)  # not timed
         gpu = Chip("GPU", "gpu", peaks=(("bf16", 1e14),), hbm_bytes=args.memory, levels=levels)
-    each = 2 if args.precision == "bf16" else 4
+    held = dict(zip(STORED, run_bytes("bf16" if args.precision == "bf16" else "fp32"), strict=True))
+    if args.optimizer_bytes is not None:
+        held["optimizer_bytes"] = args.optimizer_bytes
     sequences = args.sequences or max(32, args.gpus)
-    job = Job(
-        get(args.model), sequences * args.seq, args.seq, param_bytes=each, grad_bytes=each,
-        optimizer_bytes=args.optimizer_bytes,
-    )  # fmt: skip
+    job = Job(get(args.model), sequences * args.seq, args.seq, **held)
     text, fits = advice(job, gpu, args.gpus, timed=bool(args.gpu))
     print(text)
     return int(not fits)

@@ -95,7 +95,7 @@ guide --model llama3-70b --memory 24GiB  1 Nothing fits | too large for the 23.2
 published --only gpt-9  2 nothing is called 'gpt-9'
 guide --model llama3-8b --gpu h100 --gpus 8  0 Take: FSDP
 guide --model llama3-70b --gpu 4090 --gpus 2  1 Nothing fits | QLoRA | on 4 chips: TP 4 holds
-guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768  0 DDP 16384 1 96.4 GB
+guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768  0 DDP 16384 1 145 GB
 guide --model llama3-8b --gpu h100 --gpus 64 --sequences 8  0 8 sequences of 2,048 a step
 guide --model llama3-8b --gpu v5p  2 --model llama3-8b --chip v5p --chips 1
 serve --model llama3-70b --chip v5e --context 8192 --chips 16
