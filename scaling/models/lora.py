@@ -16,6 +16,7 @@ below half a unit in the last place of W: where s A B is 1e-3 of W, 78% of its e
 PEFT computes x W + s (x A) B, which loses 0.3%, and loses as much as is lost here when the adapters are merged.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,6 +89,14 @@ def adapter_specs(config: Config, lora: Lora, specs: Mapping | None = None) -> d
         stack: {name: factors(str(types[stack][name]), leaf.start) for name, leaf in leaves.items()}
         for stack, leaves in adapted_leaves(config, lora).items()
     }
+
+
+def num_adapter_params(config: Config, lora: Lora, active: bool = False) -> int:
+    """Return the number of params of all adapters; with `active`, of the experts' only those of one token count."""
+    sizes = sizes_of(config, lora) | ({"E": config.k} if active else {})
+    pairs = [pair for stack in adapter_specs(config, lora).values() for pair in stack.values()]
+    types = [parse(text) for pair in pairs for text in pair.values()]
+    return sum(math.prod(sizes[dim] for dim, _ in spec.dims) for spec in types)
 
 
 @lru_cache(maxsize=4096)

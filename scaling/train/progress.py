@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from scaling import tree
 from scaling.common.console import fold, significant
 from scaling.cost import transformer as tm
 from scaling.hardware import chip, chips
-from scaling.models.lora import adapter_specs, sizes_of
-from scaling.spec import parse
+from scaling.models.lora import num_adapter_params
 from scaling.spec.sizes import format_sizes
 from scaling.train.durable import write_atomically
 from scaling.train.settings import Settings
@@ -49,12 +47,21 @@ class Progress:
 
         "params" counts six FLOPs per param and token. "attention" adds the products of attention, each query with every
         key, as PaLM counts them (arXiv:2204.02311, appendix B).
+
+        With adapters both leave out the two FLOPs per param and token of the gradients of frozen params. They add four
+        per param of the adapters, whose gradients are products of x A and of the cotangent times B.
         """
         s = self.settings
-        return {
-            "params": tm.rule_of_thumb(s.model, s.batch * s.seq),
+        tokens, forward = s.batch * s.seq, tm.forward_flops(s.model, s.batch, s.seq)
+        found = {
+            "params": tm.rule_of_thumb(s.model, tokens),
             "attention": sum(tm.train_flops(s.model, s.batch, s.seq).values()),
         }
+        if not s.adapters:
+            return found
+        trained = 4 * tokens * num_adapter_params(s.model, s.adapters, active=True)
+        frozen = forward["mlp"] + forward["projections"] + forward["unembed"]
+        return {"params": found["params"] * 2 / 3 + trained, "attention": found["attention"] - frozen + trained}
 
     @cached_property
     def peak(self) -> float | None:
@@ -195,7 +202,7 @@ def describe(settings: Settings, sizes: Mapping[str, int]) -> str:
     zero = f" (ZeRO-{s.zero})" if s.zero != 3 and sizes.get("X", 1) > 1 else ""
     params = f"{tm.num_params(s.model):,} params"
     if lora := s.adapters:
-        types = map(parse, tree.leaves(adapter_specs(s.model, lora)))
-        own = sum(math.prod(spec.global_shape(sizes_of(s.model, lora))) for spec in types)
-        params += f", {own:,} of adapters trained (rank {lora.rank} on {', '.join(lora.on)})"
+        params += (
+            f", {num_adapter_params(s.model, lora):,} of adapters trained (rank {lora.rank} on {', '.join(lora.on)})"
+        )
     return f"{s.model.name}: {params} on {format_sizes(sizes)}{zero}, {where}"

@@ -251,4 +251,4 @@ def optimizer_of(settings: Settings) -> optim.Optimizer:
 
 def decayed(params) -> Any:
     """Return a tree of bools that says which leaves have weight decay: the matrices except the embedding."""
-    return tree.unflatten(params, ["W_" in where or "unembed" in where for where in tree.named_leaves(params)])
+    return tree.unflatten(params, ["W_" in where or '["unembed"]' in where for where in tree.named_leaves(params)])

@@ -33,6 +33,7 @@ from scaling.train.command import fits_as_before, loss_note, shrink_mesh, with_m
 from scaling.train.loop import run
 from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
+from scaling.train.step import count
 
 
 def settings(name, **options):
@@ -162,10 +163,14 @@ def test_learning_rates_and_that_only_matrices_decay():
         assert {count: at(torch.tensor(count)).item() for count in rates} == pytest.approx(rates)
         longer = rate(Settings(get("tiny"), "", "", steps=300, decay_steps=100, warmup=10, lr=1.0, schedule=schedule))
         assert [longer(torch.tensor(count)) for count in (50, 145)] == [at(torch.tensor(count)) for count in (50, 145)]
-    params = {"embed": torch.ones(2, 2), "layers": {"W_Q": torch.ones(2, 2), "norm_attn": torch.ones(2)}}
+    params = {
+        "b_unembed": torch.ones(2),
+        "embed": torch.ones(2, 2),
+        "layers": {"W_Q": torch.ones(2, 2), "norm_attn": torch.ones(2)},
+    }
     rule = optimizer_of(Settings(get("tiny"), "", "", lr=0.1, warmup=0, schedule="constant", weight_decay=0.5))
     new, _ = rule.update(tree.map(torch.zeros_like, params), rule.init(params), params)
-    assert [leaf.unique().item() for leaf in tree.leaves(new)] == pytest.approx([1, 0.95, 1])
+    assert [leaf.unique().item() for leaf in tree.leaves(new)] == pytest.approx([1, 1, 0.95, 1])
 
 
 SMALL = "--data text.txt --out run --batch 4 --seq 32 --eval-every 0"
@@ -209,6 +214,17 @@ def test_refused_in_a_line(capsys, monkeypatch, more, words):
     with open("held/lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert words in refusal(capsys, f"--data text.txt {more}")
+
+
+@pytest.mark.parametrize("on", ["W_Q,W_V", "W_Q,W_K,W_V,W_O,W_in,W_gate,W_out"])
+def test_flops_with_adapters_are_less_by_what_the_step_does_not_compute(on):
+    whole = Settings(get("tiny"), "", ".", batch=256, seq=64)
+    adapted = replace(whole, lora=8, lora_on=on)
+    counted = [count(each, {"X": 1}, backend="abstract").flops for each in (whole, adapted)]
+    found = [Progress(each, ONE).flops for each in (whole, adapted)]
+    assert counted[1] < 0.75 * counted[0]
+    assert counted[0] - counted[1] == pytest.approx(found[0]["attention"] - found[1]["attention"], rel=0.02)
+    assert 2 / 3 < found[1]["params"] / found[0]["params"] < 0.73
 
 
 def test_flops_by_both_conventions_and_the_share_of_the_chip(capsys):
