@@ -64,8 +64,8 @@ def rounding_note(lora: Lora | None, dtype: str) -> str:
         return ""
     bits = {"bf16": 8, "fp16": 11}[dtype]
     return (
-        f"--dtype {dtype}: each sum W + s A B is rounded to {bits} bits, so adapters that are small against W have "
-        "little effect: in bf16 78% of it is lost where s A B is 1e-3 of W, 17% at 1e-2, 2% at 1e-1"
+        f"--dtype {dtype}: W + s A B is rounded to {bits} bits, so small adapters have little effect"
+        "\n  rule: in bf16 78% of it is lost where s A B is 1e-3 of W, 17% at 1e-2, 2% at 1e-1"
         "\n  fix: give --dtype fp32, or a larger --lora-alpha or --lr"
     )
 

@@ -192,6 +192,7 @@ def test_the_warning_of_rounding_says_what_is_lost(size, lost):
     error = adapters.merged(W, low, on, config)["layers"]["W_Q"].double() - plain - exact
     assert (error.norm() / exact.norm()).item() == pytest.approx(lost, abs=0.02)
     assert f"{lost:.0%}" in rounding_note(on, "bf16")
+    assert max(map(len, f"warning: {rounding_note(on, 'bf16')}".splitlines())) <= 100
     assert rounding_note(on, "fp32") == rounding_note(None, "bf16") == ""
 
 
