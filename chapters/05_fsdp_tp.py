@@ -101,9 +101,8 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 # activations 4BD/(X W_Y) over Y, where W_X and W_Y are the bytes/s over each. With N fixed, a larger X makes the second
 # shorter and the first longer, so the best X makes both equal: FX/W_X = BN/(X W_Y). If X has M_X axes of the torus and
 # Y has M_Y, it is sqrt(B N M_X / (F M_Y)). FSDP+TP is then compute-bound down to C^2 / (W_X W_Y F) tokens a chip, far
-# below FSDP's threshold. The table counts the listing above on 64 abstract v5p, with M_X = 2 and M_Y = 1. It has 16,384
-# tokens, of which the best X is a whole number; for the book's 48,000 tokens it is 13.9, and one takes 16
-# (05_when_bound.py).
+# below FSDP's threshold. The table counts the listing above on 64 abstract v5p, with M_X = 2 and M_Y = 1. At its 16,384
+# tokens the best X is a whole number; at the book's 48,000 it is 13.9, and one takes 16 (05_when_bound.py).
 
 # %%
 v5p = chip("v5p")

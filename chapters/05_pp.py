@@ -183,10 +183,10 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 # ## The second way out: the backward in halves
 # The rank before waits for dx only, and no rank waits for dW. So the backward can be split in two: I, which computes
 # dL/dx, comes first, and W, which computes dL/dW, fills the gaps. ZB-H1 (zero bubble) does that within 1F1B's memory.
-# DualPipeV is a later form of the schedule in the book's figure: each rank has an early and a late chunk, and rank 0
-# the first and the last layers. Compare the makespans with 1F1B's. In ZB-H1 the ranks still wait for the first
-# microbatch to reach them. In DualPipeV the later ranks begin earlier, and wait in the middle instead. The price of
-# splitting the backward is memory: the cotangents are kept until W has run.
+# DualPipeV is a later form of DeepSeek-V3's schedule, which the book's figure shows: each rank has an early and a late
+# chunk of layers, so rank 0 has the first and the last ones. Compare the makespans with 1F1B's. In ZB-H1 the ranks
+# still wait for the first microbatch to reach them. In DualPipeV the later ranks begin earlier, and wait in the middle
+# instead. The price of splitting the backward is memory: the cotangents are kept until W has run.
 
 # %%
 page.title("The backward in halves")
@@ -278,7 +278,7 @@ if page.first and page.args.draw:
 # %% [markdown]
 # ## Training, by 1F1B
 # A byte model is trained whose blocks are pipelined. Embedding and head are on every rank. Their gradients are computed
-# on the first and on the last rank, and an AllReduce gives them to all. The losses fall as one device's do.
+# on the first and on the last rank, and an AllReduce gives them to all. The losses are one device's.
 
 # %%
 ADAMW, ARGS = learning.ADAMW, page.args

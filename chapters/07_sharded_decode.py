@@ -20,8 +20,8 @@ cache on a chip, when ICI binds, and when 2D pays.
 # is of no use within a step, either: each copy of the weights has to be read whole, so one rather starts a second
 # server.
 #
-# The remaining choice is where the caches go. There are only K heads to split, eight in LLaMA-3 70B. On more chips the
-# cache has to be split along something else, its batch or its length, and each choice costs a collective in every
+# The remaining choice is where the caches go. There are only K KV heads to split, eight in LLaMA-3 70B. On more chips
+# the cache has to be split along something else, its batch or its length, and each choice costs a collective in every
 # layer. The four forms below are these choices.
 
 # %%
@@ -194,11 +194,11 @@ if Y * Z % 2 == 0:
 # %% [markdown]
 # ## The memory of a cache on a chip
 # The example is LLaMA-3 70B, with 32 sequences of 8k in int8 on a v5e 4x4. It has 8 KV heads, so Y = 16 stores each
-# head twice. Splitting the batch or the sequence over Z costs two collectives per layer, and halves the bytes of cache
-# that a chip reads. The columns have the milliseconds of a step's parts (`ICI` is its collectives, on links without
-# wraparound), and which of them binds it. A step takes as long as reading the caches (KV) plus the longer of reading
-# the weights and of the collectives. `2d` at X=2 is a little faster still, because only there does no chip hold a copy
-# of W_K and W_V; on more chips along X its collectives bind.
+# head twice. Splitting the batch or the sequence over Z instead costs two collectives per layer, and halves the bytes
+# of cache that a chip reads. The columns have the milliseconds of a step's parts (`ICI` is its collectives, on links
+# without wraparound), and which of them binds it. A step takes as long as reading the caches (KV) plus the longer of
+# reading the weights and of the collectives. `2d` at X=2 is a little faster still, because only there does no chip hold
+# a copy of W_K and W_V; on more chips along X its collectives bind.
 
 # %%
 rows = []
