@@ -157,10 +157,11 @@ learning.show(page, LAYER)
 
 # %% [markdown]
 # ## ZeRO-1, 2 and 3
-# The three stages of ZeRO shard more and more: ZeRO-1 shards Adam's moments, ZeRO-2 the gradients as well, and ZeRO-3,
-# which is FSDP, everything. Under ZeRO-1 and 2 a rank has all params, so nothing is gathered in the passes. Each rank
-# updates its shard of the params, and one AllGather a step spreads the result. One would stop at ZeRO-2 where the
-# params fit and the weights would be gathered many times in a step, as in a pipeline (05_pp.py).
+# The three stages of ZeRO (Zero Redundancy Optimizer) shard more and more: ZeRO-1 shards Adam's moments, ZeRO-2 the
+# gradients as well, and ZeRO-3, which is FSDP, everything. Under ZeRO-1 and 2 a rank has all params, so nothing is
+# gathered in the passes. Each rank updates its shard of the params, and one AllGather a step spreads the result. One
+# would stop at ZeRO-2 where the params fit and the weights would be gathered many times in a step, as in a pipeline
+# (05_pp.py).
 #
 # The book says that FSDP saves FLOPs of the backward pass. It saves none there. What it saves are FLOPs of the
 # optimizer, since each rank updates 1/X of the params. The code runs one step of each stage on the same params and

@@ -37,7 +37,8 @@ def yes(value: bool) -> str:
 # GPUs of C FLOPs/s.
 #
 # - *DP and ZeRO.* The backward pass takes 8BDF/(N C) seconds, and sends gradients of 8DF bytes in 8DF/W. So it is
-#   compute-bound from B/N = C/W tokens a GPU on. If DP runs in and between nodes, the slower links decide. Over two
+#   compute-bound from B/N = C/W tokens a GPU on. If DP runs in and between nodes, the slower links decide. (Switches
+#   that add up gradients, SHARP, would halve these numbers; by the book they gain about 30% in practice.) Over two
 #   nodes, each node sends only half of the gradients over the cables; on H100s the links in the node then decide, with
 #   7/8 of their 2200 tokens. A replica that spans 8 nodes, by tensor, expert or pipeline parallelism, sends its
 #   gradients over the cables of all 8. With E experts of which a token takes k, DP needs E/k times the tokens: all
@@ -47,7 +48,8 @@ def yes(value: bool) -> str:
 # - *EP* moves each token to its k experts and back by AllToAlls. What limits it is the width F of an expert: the wider
 #   the expert, the more FLOPs are done for each token that is sent. The table has k = 8.
 # - *PP* sends so little that it has no such limit. One pays with a bubble, and ZeRO-3 does not go with it, since
-#   weights would be gathered for each microbatch.
+#   weights would be gathered for each microbatch. A gradient is complete only after the last microbatch, so there is
+#   little left to hide its AllReduce.
 #
 # Between nodes, the B200 has more FLOPs with the same network, so it needs more tokens. The GB200 has nodes of 72 GPUs
 # with nine times the bandwidth out of them. DP in and between such nodes is bound by the links in the node: it needs
