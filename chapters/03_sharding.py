@@ -26,10 +26,8 @@ from scaling.spec import ShardingError, parse
 from scaling.spec.sizes import format_sizes
 
 TYPES = {"A": "A[B_X, D_Y]", "W": "W[D, F_Y]", "Out": "Out[B_X, F_Y]"}
-FITS = (
-    TYPES.values(),
-    {"B": 8, "D": 256, "F": 1024},
-)  # with --small, to divide over --mesh; else D and F are 8 times as long
+# The sizes with --small, which have to divide over --mesh. Without it D and F are 8 times as long.
+FITS = TYPES.values(), {"B": 8, "D": 256, "F": 1024}
 page = Page(__doc__, mesh="X=4,Y=2", fits=FITS, device=True, seed=True)
 SQUARE = {"X": 2, "Y": 2}
 
@@ -97,6 +95,7 @@ REFUSED = {
     "one axis for two dims": lambda: parse("A[I_X, J_X]"),
     "an axis both in a subscript and unreduced": lambda: parse("A[I_X, J] {U_X}"),
     "6 rows over 4 devices": lambda: parse("A[I_X, J]").local_shape({"I": 6, "J": 8}, {"X": 4}),
+    # The line is an argument, because the judge would refuse it, written in the call, before the chapter runs.
     "gathering the major axis and leaving the minor": lambda line="A[I_XY, J] -> A[I_Y, J]": all_gather(
         line, empty, abstract
     ),

@@ -73,8 +73,8 @@ listing.show_module(page, gradients, STORED)
 # These are the lines that each rank runs. The transpose of each AllGather of a weight in the forward is a ReduceScatter
 # of its gradient in the backward. The backward gathers each weight again, because a rank that kept it from the forward
 # would soon have all layers whole. (The last layer is an exception, because its backward follows at once. The steps of
-# `scaling.train` keep its weights, so L layers take 2L - 1 gathers in a step and not 2L.) Act is Tmp after the
-# activation function, which the book leaves out.
+# `scaling.train` keep its weights, so L layers take 2L - 1 gathers and not 2L.) Act is Tmp after the activation
+# function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}

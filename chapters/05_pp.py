@@ -182,11 +182,12 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 # %% [markdown]
 # ## The second way out: the backward in halves
 # The rank before waits for dx only, and no rank waits for dW. So the backward can be split in two: I, which computes
-# dL/dx, comes first, and W, which computes dL/dW, fills the gaps. ZB-H1 (zero bubble) does that within 1F1B's memory.
-# DualPipeV is a later form of DeepSeek-V3's schedule, which the book's figure shows: each rank has an early and a late
-# chunk of layers, so rank 0 has the first and the last ones. Compare the makespans with 1F1B's. In ZB-H1 the ranks
-# still wait for the first microbatch to reach them. In DualPipeV the later ranks begin earlier, and wait in the middle
-# instead. The price of splitting the backward is memory: the cotangents are kept until W has run.
+# dL/dx, comes first, and W, which computes dL/dW, fills the gaps. ZB-H1 (zero bubble) does that, and no rank keeps more
+# activations than rank 0 does in 1F1B. DualPipeV is a later form of DeepSeek-V3's schedule, which the book's figure
+# shows: each rank has an early and a late chunk of layers, so rank 0 has the first and the last ones. Compare the
+# makespans with 1F1B's. In ZB-H1 the ranks still wait for the first microbatch to reach them. In DualPipeV the later
+# ranks begin earlier, and wait in the middle instead. The price of splitting the backward is memory: the cotangents are
+# kept until W has run.
 
 # %%
 page.title("The backward in halves")
