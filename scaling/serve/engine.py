@@ -28,7 +28,7 @@ from scaling.serve.fixed import PagedModel, copy_to_device
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
-from scaling.serve.states import Action, Done, Finish, Move, Moved, Options, Run, Work
+from scaling.serve.states import DECODE, PREFILL, Action, Done, Finish, Move, Moved, Options, Run, Work
 from scaling.serve.text import TextStream
 from scaling.serve.types import ONE
 from scaling.train.guards import gather_over_ranks
@@ -113,6 +113,8 @@ class Given(NamedTuple):
         failed: Whether the logits are not finite, so that the request gets no token and ends.
         read: For a prompt that is scored, the place of the first token of this step, and the logits[n, V] after each of
             its tokens.
+        spoiled: The position from which the cache has keys and values that are not finite, of a request that has failed
+            or of proposals that were not accepted; None if there is none.
     """
 
     tokens: tuple[int, ...]
@@ -121,6 +123,7 @@ class Given(NamedTuple):
     stopped: bool = False
     failed: bool = False
     read: tuple[int, Tensor] | None = None
+    spoiled: int | None = None
 
 
 def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, Given]:
@@ -134,6 +137,11 @@ def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence
     longer = [w._replace(tokens=(*w.tokens, *proposed.get(w.id, ()))) for w in works] if every else works
     logits = model.logits(worker, longer, every)
     given = _drawn(works, proposed, logits, every)
+    # A masked proposal whose values are not finite makes the logits before it NaN, so these are computed without it.
+    if again := [w._replace(proposals=0) for w in works if w.proposals and given[w.id].failed]:
+        for work in again:
+            model.clear(worker, work, work.start)
+        given |= advance(model, None, worker, again)
     for b, work in enumerate(works):
         own = given.get(work.id, Given((), logits[b, :0]))
         if scored[b] and not own.failed:
@@ -152,31 +160,28 @@ def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor
     places = [w.start + len(w.tokens) + n for _, w, n in at]
     drawn, given, first = sample(logits, [w.request.draw for _, w, _ in at], places).read(), {}, 0
     for work in works:
-        tokens = accept_proposals(proposed.get(work.id, ()), drawn[first : first + 1 + work.proposals])
-        own = _given_tokens(tokens, logits[first : first + len(tokens)])
+        rows = slice(first, first + 1 + work.proposals)
+        own = _given_tokens(work, proposed.get(work.id, ()), drawn[rows], logits[rows])
         if work.sample or own.failed:
             given[work.id] = own
         first += 1 + work.proposals
     return given
 
 
-def _given_tokens(tokens: list[int | None], logits: Tensor) -> Given:
-    """Return the tokens before the first that cannot be drawn; a work without any has failed."""
-    found: list[int] = []
-    for token in tokens:
-        if token is None:
-            break
-        found.append(token)
-    return Given(tuple(found), logits[: len(found)], failed=not found)
-
-
-def accept_proposals(proposed: Sequence[int], drawn: Sequence[int | None]) -> list[int | None]:
+def _given_tokens(work: Work, proposed: Sequence[int], drawn: Sequence[int | None], logits: Tensor) -> Given:
     """Return a step's tokens: those drawn, up to and including the first that differs from its proposal.
 
-    `drawn` has the tokens of the k proposed places and of the place after them.
+    They end before the first that cannot be drawn; a work without any has failed.
     """
-    same = next((n for n, (a, b) in enumerate(zip(proposed, drawn, strict=False)) if a != b), len(proposed))
-    return list(drawn[: same + 1])
+    tokens: tuple[int, ...] = ()
+    for proposal, token in itertools.zip_longest(proposed, drawn):
+        if token is None:
+            break
+        tokens += (token,)
+        if token != proposal:
+            break
+    cached = work.start + len(work.tokens) + len(tokens) - 1 if tokens else work.start
+    return Given(tokens, logits[: len(tokens)], failed=not tokens, spoiled=cached if None in drawn else None)
 
 
 def check_draft(config: Config, target: Config) -> None:
@@ -271,6 +276,7 @@ class Engine:
         done: list[Done | Moved] = []
         for action in actions:
             if isinstance(action, Move):
+                self._clear_started(DECODE, lambda work, pages=action.target: {*self._place(work)[-1]} <= {*pages})
                 for model in self.models:
                     model.move(action)
                 done.append(Moved(action.id))
@@ -280,8 +286,8 @@ class Engine:
                     frozenset(id for id, each in own.items() if getattr(each, name)) for name in ("stopped", "failed")
                 )
                 for model, work in itertools.product(self.models, action.works):
-                    if work.id in failed:
-                        model.clear(action.worker, work)
+                    if work.id in own and (start := own[work.id].spoiled) is not None:
+                        model.clear(action.worker, work, start)
                 done.append(Done(action.worker, {id: each.tokens for id, each in own.items()}, stopped, failed))
             elif isinstance(action, Finish):
                 self.streams.pop(action.id, None)
@@ -291,35 +297,52 @@ class Engine:
     def _given(self, action: Run) -> dict[int, Given]:
         """Return the tokens that each request gets in this step, by its id, in the order of the works."""
         given: dict[int, Given] = {}
+        kept = {self._place(work) for work in action.works}
+        self._clear_started(action.worker, lambda work: self._place(work) not in kept)
         started = self.started.pop(action.worker, ([], None))
         for one in (True, False):  # works of one token run separately, so none is padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
-                ahead = one and self.ahead and all(w.sample and not w.request.scored for w in works)
+                ahead = (
+                    one and self.ahead and action.worker != PREFILL
+                )  # whose requests leave it with their first token
+                ahead = ahead and all(w.sample and not w.request.scored for w in works)
                 own = action.worker, works
                 given |= self._decoded(*own, *started) if ahead else advance(self.model, self.draft, *own)
         return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.id in given}
+
+    def _place(self, work: Work) -> tuple:
+        """Return a request, with the position and the page of a decode step's token."""
+        page = work.start // self.model.page
+        return id(work.request), work.start, work.pages[page : page + 1]
+
+    def _clear_started(self, worker: str, left: Callable[[Work], bool]) -> None:
+        """Clear the places that the started step wrote for works that have left them, before others write there."""
+        works, logits = self.started.get(worker, ([], None))
+        for work in filter(left, works):
+            self.model.clear(worker, work, work.start)
+        if works:
+            self.started[worker] = [work._replace(pages=()) if left(work) else work for work in works], logits
 
     def _decoded(self, worker: str, works: list[Work], before: list[Work], logits: Any) -> dict[int, Given]:
         """Start the next step, and then return a token of each work, so that the device computes while the host reads.
 
         `before` and `logits` are the works and the result of the step that was started by the last call. Works that it
         does not have are computed now. A row that ends with this token computes one token too many in the next step.
-        Nobody reads that token, and its keys and values go to the row's own pages before the device computes any later
-        step.
+        Nobody reads that token, and its keys and values are cleared before another row gets the page.
         """
-        known = {(id(w.request), w.start) for w in before}
-        if new := [w for w in works if (id(w.request), w.start) not in known]:
+        known = {self._place(w) for w in before}
+        if new := [w for w in works if self._place(w) not in known]:
             own = self.model.logits(worker, new)
             before, logits = [*before, *new], torch.cat([logits, own]) if before else own
-        rows = {(id(w.request), w.start): row for row, w in enumerate(before)}
-        found = [rows[id(w.request), w.start] for w in works]
+        rows = {self._place(w): row for row, w in enumerate(before)}
+        found = [rows[self._place(w)] for w in works]
         logits = logits[copy_to_device(found, self.model.device)]
         drawn = sample(logits, [w.request.draw for w in works], [w.start + 1 for w in works])
         if all(not w.request.stops and w.start + 1 < len(w.pages) * self.model.page for w in works):
             after = [w._replace(start=w.start + 1, tokens=(0,)) for w in works]
             self.started[worker] = after, self.model.logits(worker, after, ids=drawn.ids)
         each = zip(works, drawn.read(), logits.split(1), strict=True)
-        return {w.id: _given_tokens([token], own) for w, token, own in each}
+        return {w.id: _given_tokens(w, (), [token], own) for w, token, own in each}
 
     def _counted(self, request: Request, given: Given) -> Given:
         """Return a request's tokens up to the one that ends it, and if it has stop texts their text."""

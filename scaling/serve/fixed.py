@@ -178,8 +178,10 @@ class Steps:
             for table in (pages, window_pages)
             if table
         ]
+        # A linear layer multiplies padded tokens by zero, so they repeat the row's last one, which is as finite as it.
+        padded = [[*row, *[*row[-1:], 0][:1] * (T - len(row))] for row in rows]
         asked = [
-            [*row, *[0] * (T - len(row)), len(row), starts[b], *(page for table in tables for page in table[b])]
+            [*padded[b], len(row), starts[b], *(page for table in tables for page in table[b])]
             for b, row in enumerate(rows)
         ]
         asked, extent = copy_to_device(asked, self.device), Extent.of(starts, counts, T)
@@ -334,19 +336,23 @@ class PagedModel:
         logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every, given, states, window_pages)
         return logits[: len(works)] if in_order else logits[at]
 
-    def clear(self, worker: str, work: Work) -> None:
-        """Write zeros over the keys and values of a work that has failed, on its group's ranks.
+    def clear(self, worker: str, work: Work, start: int) -> None:
+        """Write zeros over the keys and values of a work's row from position `start` on, on its group's ranks.
 
-        A later request reads its new pages before they are full. The numbers that it has not written are masked, and a
-        NaN times zero would be NaN.
+        They are not finite, or may not be. Whoever gets the pages reads them before they are full. The numbers that it
+        has not written are masked, and a NaN times zero would be NaN.
         """
         if work.group != self.group:
             return
-        first, cache = work.start // self.page, self.pools[worker].cache
-        for layers in (kind for name in ("KV", "scale") if name in cache for kind in cache[name]):
-            for l, layer in enumerate(layers):
-                own = self.windowed and self.config.windows[l] is not None
-                layer[[page for page in (work.window_pages if own else work.pages)[first:] if page >= 0]] = 0
+        (first, offset), cache = divmod(start, self.page), self.pools[worker].cache
+        for held in (cache[name] for name in ("KV", "scale") if name in cache):
+            found = [(held.movedim((2, 3), (0, 1)), work.pages)] if isinstance(held, torch.Tensor) else []
+            for kind in held if not found else ():
+                tables = (work.pages if window is None else work.window_pages for window in self.config.windows)
+                found += zip(kind, tables, strict=True)
+            for x, pages in found:  # [pages, page, ...]
+                for n, page in enumerate(pages[first:]):
+                    x[page, 0 if n else offset :] = 0
         if self.states:
             for name in ("S", "tail"):
                 cache[name][:, work.slot] = 0

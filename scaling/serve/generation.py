@@ -127,7 +127,7 @@ def _batch(
     check_mesh(config, on, cache["form"])
     B, S = divisible(len(rows), T + room, cache["form"], on)
     rows = rows + [[0]] * (B - len(rows))
-    tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=device)
+    tokens = torch.tensor([row + row[-1:] * (T - len(row)) for row in rows], device=device)
     lengths = torch.tensor([*map(len, rows)], device=device)
     return tokens, lengths, init_cache(config, B, S, mesh=mesh, **cache)
 

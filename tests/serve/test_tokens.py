@@ -157,34 +157,39 @@ def test_a_step_is_started_before_the_tokens_of_the_one_before_are_read(monkeypa
 
 
 ALONE = [("chunked", {}), ("static", {}), ("disaggregated", {}), ("chunked", {"window": 7})]
-ALONE += [("chunked", {"ahead": True}), ("chunked", {"draft": "ngram"}), ("chunked", {"draft": "near"})]
-ALONE += [("disaggregated", {"name": "linear"})]
+ALONE += [("chunked", {"ahead": True}), ("disaggregated", {"ahead": True}), ("chunked", {"draft": "ngram"})]
+ALONE += [("interleaved", {"draft": "near"}), ("static", {"name": "linear"}), ("disaggregated", {"name": "linear"})]
 ALONE += [pytest.param("chunked", {"compile": "eager"}, marks=pytest.mark.sweep)]
 
 
 @pytest.mark.parametrize(("policy", "way"), ALONE, ids=str)
 def test_a_request_whose_logits_are_not_finite_ends_alone(policy, way):
-    """The embedding of token 7 is infinite. Whoever has it ends; the others get their tokens, also in its pages."""
+    """The embeddings of three tokens are infinite. Whoever goes on after one ends, and the others get their tokens: in
+    its pages, after one that was proposed in vain or started ahead, and beside longer rows, whose padding has id 0."""
     way = {"name": "dense", "ahead": False, "draft": None, "window": None} | way
     name, ahead, window, draft = (way.pop(key) for key in ("name", "ahead", "window", "draft"))
-    params, proposals = params_of(name) | {"embed": params_of(name)["embed"].clone()}, 0 if draft is None else 2
-    params["embed"][7], chance = torch.inf, random.Random(1)
-    options = Options(20, 4, 4, 16, policy, name != "linear", proposals, window=window)
-    texts = [tuple(chance.randrange(MODELS[name].V) for _ in range(1 + 5 * i % 23)) for i in range(12)]
-    requests = [Request(i, text, 1 + 3 * i % 11, draw=Draw(HOW, i)) for i, text in enumerate(texts)]
+    params, proposals = params_of(name) | {"embed": params_of(name)["embed"].clone()}, 0 if draft is None else 5
+    bad, chance, ends = {0, 7, 9}, random.Random(1), Counter()
+    params["embed"][[*bad]], good = torch.inf, [*{*range(MODELS[name].V)} - bad]
+    options = Options(26, 4, 3, 12, policy, name != "linear", proposals, window=window)
+    texts = [tuple(chance.choice(good) for _ in range(1 + 5 * i % 23)) for i in range(40)]
+    texts = [(*text, 7) if i % 9 == 0 else text for i, text in enumerate(texts)]
+    requests = [
+        Request(i, text, 1 + 3 * i % 11, frozenset({9} if i % 2 else ()), Draw(Sampling(1.5), i))
+        for i, text in enumerate(texts)
+    ]
     run = engine.Engine(params, MODELS[name], options, draft=drafted(draft), **way)
-    run.ahead, ends = ahead, Counter()
+    run.ahead = ahead
     served = drive([(0.0, request) for request in requests], options, run).requests
     for request in requests:
         tokens = () if 7 in request.prompt else wanted(request, name)
-        tokens = tokens[: tokens.index(7) + 1] if 7 in tokens else tokens
-        failed = 7 in (*request.prompt, *tokens[: request.max_new_tokens - 1])
-        assert served[request.id].tokens == tokens
-        assert served[request.id].reason.startswith("failed: logits without" if failed else "length"), request
-        ends[failed] += 1
-    assert min(ends[True], ends[False]) > 3, ends
-    bad = [7 in text for text in texts].index(True)
-    with pytest.raises(ValueError, match=f"prompt {bad}: logits without"):
+        tokens = tokens[: next((n for n, token in enumerate(tokens, 1) if token in bad), len(tokens))]
+        over = tokens and (tokens[-1] in request.stop or len(tokens) == request.max_new_tokens)
+        assert served[request.id].tokens == tokens, request
+        assert served[request.id].reason.startswith(("stop", "length") if over else "failed: logits without"), request
+        ends[bool(over)] += 1
+    assert min(ends.values()) > 3, ends
+    with pytest.raises(ValueError, match="prompt 0: logits without"):
         serve.generate(params, texts, MODELS[name], 2, draft=drafted(draft))
 
 
