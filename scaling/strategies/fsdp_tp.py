@@ -4,7 +4,8 @@
 
 Weights are split along D over X, as in FSDP, and along F over Y, as in tensor parallelism: gathers and reductions over
 X move weights, prefetched or deferred; over Y they move activations, on the critical path. The numbers are the book's
-steps. If D is scattered next, the operand that has D comes first, so that the blocks need no copy.
+steps, 1-6 of the forward and 1-12 of the backward (`layer_backward`). If D is scattered next, the operand that has D
+comes first, so that the blocks need no copy.
 """
 
 from scaling.collectives import all_gather, einsum, reduce_scatter
@@ -31,7 +32,14 @@ def layer_forward(W_in, W_out, In_Y, mesh, block):
 
 
 def layer_backward(W_in, W_out, dOut, saved, mesh, block):
-    """dOut[B_X, D_Y] -> dIn[B_X, D_Y], dW_in[D, F_Y] {U_X}, dW_out[F_Y, D] {U_X}."""
+    """dOut[B_X, D_Y] -> dIn[B_X, D_Y], dW_in[D, F_Y] {U_X}, dW_out[F_Y, D] {U_X}.
+
+    The book's steps run in this order: 5 and 10 gather W_out and W_in, in `gather`, while the layer above runs; 2; 6, 7
+    and 11 on the critical path; 12 starts; 3 and 8, the gradients of weights, run while 12 is in flight; 4 and 9 reduce
+    them, in `reduce`, while the layer below runs. Step 1 is dOut, which is given.
+    `defer=True` returns a product that is computed when it is waited for, so 3 and 8 are written where the book has
+    them and run after 12 has started.
+    """
     In, Tmp, Act = saved
     dOut = all_gather("dOut[B_X, D_Y] -> dOut[B_X, D]", dOut, mesh)  # 2. on the critical path
     dW_out = einsum("Act[B_X, F_Y] * dOut[B_X, D] -> dW_out[F_Y, D] {U_X}", Act, dOut, defer=True)  # 3.

@@ -1,7 +1,7 @@
-"""The engine: L layers of any listing, run with as few waits as possible (Part 5).
+"""The loop over layers: L layers of any listing, run with as few waits as possible (Part 5).
 
 Each layer's weights are gathered while the layer before computes, and dropped after use, in both passes. The
-computation of a layer is a function that the engine is given: the book's strategies and the Transformer both go
+computation of a layer is a function that the loop is given: the book's strategies and the Transformer both go
 through here.
 
 Each microbatch's backward gives unreduced gradients. `reduce_when` says what becomes of them, one of four:

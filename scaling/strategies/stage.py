@@ -1,6 +1,6 @@
 """The computation of one pipeline stage: forward, and backward in two halves, where others wait only for the first.
 
-A `Stage` is a bundle of functions on one chunk, which is the engine (`scaling.strategies.layers`) of its l layers,
+A `Stage` is a bundle of functions on one chunk, which is the loop (`scaling.strategies.layers`) over its l layers,
 {"W_in": W_in[l, D, F], ...}. `of_strategy` makes a stage of any strategy's listing: its weights are gathered once per
 step, and its gradients are summed over all microbatches before they are reduced.
 """
@@ -24,7 +24,7 @@ class Stage(NamedTuple):
                                                    that makes its input itself, as an embedding
     backward_weight(chunk, rests, mesh) -> None    adds the gradients from the rests of one or several microbatches
                                                    to the chunk's
-    prepare(params, mesh, s, out) -> chunk         once a step, before the first microbatch: the engine of virtual stage
+    prepare(params, mesh, s, out) -> chunk         once a step, before the first microbatch: the layers of virtual stage
                                                    s, with what must be gathered; gradients are written to `out`
     finish(chunk) -> None                          once a step, when the last reduction has begun
 

@@ -38,42 +38,6 @@ from scaling.strategies.transformer.step import StepOptions, TrainStep, check_fi
 LIKE = attrgetter("shape", "dtype", "device", "layout")
 
 
-def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
-    """Return this rank's shards, typed as `specs`, of the whole params of `models.transformer`. Nothing is sent.
-
-    On stages, layers are in the order of the `schedule`, padded with zeros to a whole number per virtual stage. The
-    vocabulary is padded if |Y| |Z| does not divide it.
-    """
-    check_params(params, config)
-    slots = types.slots_of(config, mesh, schedule)
-    arranged = params | {"layers": tree.map(lambda W: arranged_layers(W, slots), params["layers"])}
-    arranged |= _tables(params, types.padded_sizes(config, mesh)["V"])
-    return tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
-
-
-def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
-    """Invert `shard`: return the whole params, or gradients, on every rank."""
-    found = tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
-    slots = types.slots_of(config, mesh, schedule)
-    layers = tree.map(lambda W: W[[slots.index(l) for l in range(config.sizes["L"])]], found["layers"])
-    return found | {"layers": layers} | _tables(found, config.V)
-
-
-def _tables(params: dict, V: int) -> dict[str, Tensor]:
-    """Cut the tables of the vocabulary to V entries, or pad them with zeros."""
-    more = V - len(params["embed"])
-    pads = {"embed": (0, 0, 0, more), "unembed": (0, more), "b_unembed": (0, more)} if more else {}
-    return {name: torch.nn.functional.pad(params[name], pad) for name, pad in pads.items() if name in params}
-
-
-def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
-    """Return W[L, ...] in the order of the slots, with zeros in the empty ones."""
-    if slots == list(range(len(W))):
-        return W
-    empty = torch.tensor([l < 0 for l in slots], device=W.device).view(-1, *[1] * (W.dim() - 1))
-    return W[[max(l, 0) for l in slots]].masked_fill(empty, 0)
-
-
 def loss_and_grads(
     params: dict,
     tokens: Tensor,
@@ -296,3 +260,39 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
             at = at._replace(learned=tree.shard(learned, present("p[B, T_Y]", mesh), mesh))
         contexts.append(at._replace(places=restart))
     return contexts
+
+
+def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
+    """Return this rank's shards, typed as `specs`, of the whole params of `models.transformer`. Nothing is sent.
+
+    On stages, layers are in the order of the `schedule`, padded with zeros to a whole number per virtual stage. The
+    vocabulary is padded if |Y| |Z| does not divide it.
+    """
+    check_params(params, config)
+    slots = types.slots_of(config, mesh, schedule)
+    arranged = params | {"layers": tree.map(lambda W: arranged_layers(W, slots), params["layers"])}
+    arranged |= _tables(params, types.padded_sizes(config, mesh)["V"])
+    return tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
+
+
+def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
+    """Invert `shard`: return the whole params, or gradients, on every rank."""
+    found = tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
+    slots = types.slots_of(config, mesh, schedule)
+    layers = tree.map(lambda W: W[[slots.index(l) for l in range(config.sizes["L"])]], found["layers"])
+    return found | {"layers": layers} | _tables(found, config.V)
+
+
+def _tables(params: dict, V: int) -> dict[str, Tensor]:
+    """Cut the tables of the vocabulary to V entries, or pad them with zeros."""
+    more = V - len(params["embed"])
+    pads = {"embed": (0, 0, 0, more), "unembed": (0, more), "b_unembed": (0, more)} if more else {}
+    return {name: torch.nn.functional.pad(params[name], pad) for name, pad in pads.items() if name in params}
+
+
+def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
+    """Return W[L, ...] in the order of the slots, with zeros in the empty ones."""
+    if slots == list(range(len(W))):
+        return W
+    empty = torch.tensor([l < 0 for l in slots], device=W.device).view(-1, *[1] * (W.dim() - 1))
+    return W[[max(l, 0) for l in slots]].masked_fill(empty, 0)

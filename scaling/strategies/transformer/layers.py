@@ -200,7 +200,7 @@ def _packed_line(line: str) -> str:
 class LayerGroup:
     """Consecutive layers of one kind that this rank runs, and the group below them, which runs first.
 
-    Its engine (`scaling.strategies.layers`) runs each layer with the context of its place in the model.
+    `loop`, the loop over its layers (`strategies.layers`), runs each with the context of its place in the model.
 
     Args:
         step: The resolved step.
@@ -246,7 +246,7 @@ class LayerGroup:
             gather_back = partial(gather_forms if options.remat == "block" else gather_scaled, back=True, **given)
         reduce = partial(scatter_packed, dims=dims, lines=self.lines)
         shapes = [shape[1:] for shape in step.grad_shapes(stack)] if options.zero in (1, 2) else None
-        self.engine = Layers(
+        self.loop = Layers(
             layers, step.mesh, gather, reduce, names=names, keep_weights=options.keep_weights,
             dtype=step.sums, out=out, shapes=shapes, trained=trained, gather_back=gather_back,
             reduce_when="each" if step.reduce_each else reduce_when,
@@ -261,7 +261,7 @@ class LayerGroup:
         """
         at, kept_below, terms = at.prepared(), [], []
         if self.below:
-            x, extra, kept_below = self.below.run_forward(x, at, partial(self.engine.start_gather, 0))
+            x, extra, kept_below = self.below.run_forward(x, at, partial(self.loop.start_gather, 0))
             terms.append(extra)
 
         def run_layer(l: int, W: list, x: Tensor):
@@ -269,7 +269,7 @@ class LayerGroup:
             terms.append(0.0 if term is None else term)
             return x, saved if self.step.backward else None
 
-        x, kept = self.engine.forward(x, run_layer, above, keep_last)
+        x, kept = self.loop.forward(x, run_layer, above, keep_last)
         return x, sum(terms), kept_below + kept
 
     def run_backward(
@@ -284,40 +284,39 @@ class LayerGroup:
             at: The context of the microbatch.
             scale: The cotangent of the extra terms.
             reduces: Whether this backward starts to reduce gradients, while the layers below run.
-            rest: A list that receives (engine, l, dW) for each layer, so that dW is not added to the engine's sums.
+            rest: A list that receives (loop, l, dW) for each layer, so that dW is not added to the loop's sums.
                 Weight gradients in dW may be deferred products, which the stage's weight half computes.
             then: Called after the last layer's backward, the first that is computed.
         """
         at = at.prepared(attends="O" in self.step.dropped_names)._replace(defers=rest is not None)
-        add = None if rest is None else lambda l, dW: rest.append((self.engine, l, dW))
+        add = None if rest is None else lambda l, dW: rest.append((self.loop, l, dW))
 
         def run_layer_backward(l: int, W: list, dx: Tensor, saved):
             context = at.of_layer(self.first + l)
             if (n := self.structure.num_leaves) < len(W):  # the forward's forms of the weights follow the backward's
                 saved = recomputed(self.structure.unflatten(W[n:]), saved, context, whole=True)
             dx, dW = layer_backward(self.structure.unflatten(W[:n]), dx, saved, context, scale)
-            if then is not None and l == len(self.engine.layers) - 1:
+            if then is not None and l == len(self.loop.layers) - 1:
                 then()
             return dx, self.trained.flatten_up_to(dW)
 
-        below = self.below and partial(self.below.engine.start_gather, len(self.below.engine.layers) - 1, back=True)
-        dx = self.engine.backward(dx, kept, run_layer_backward, add, reduces=reduces, below=below)
+        below = self.below and partial(self.below.loop.start_gather, len(self.below.loop.layers) - 1, back=True)
+        dx = self.loop.backward(dx, kept, run_layer_backward, add, reduces=reduces, below=below)
         return self.below.run_backward(dx, kept, at, scale, reduces, rest) if self.below else dx
 
     def reduce_all(self) -> None:
         """Start to reduce the gradients of all layers, unless each microbatch's have been reduced."""
-        if self.step.reduce_each:
-            return
-        self.engine.reduce_all()
-        if self.below:
-            self.below.reduce_all()
+        if not self.step.reduce_each:
+            self.loop.reduce_all()
+            if self.below:
+                self.below.reduce_all()
 
     def gradients(self) -> dict[str, Any]:
         """Return {stack: its tree of reduced gradients, over all its layers} of this group and those below."""
         found: dict[str, Any] = {}
         group: LayerGroup | None = self
         while group is not None:
-            dW = total_leaves(group.engine.result(), group.step.mesh, group.lines)
+            dW = total_leaves(group.loop.result(), group.step.mesh, group.lines)
             found.setdefault(group.stack, []).insert(0, group.trained.unflatten(dW))
             group = group.below
         for stack, groups in found.items():
@@ -343,26 +342,29 @@ def group_stage(step: TrainStep, params: Mapping, layers: range, out=None) -> La
     """
     dense = len(step.config.dense)
     below = LayerGroup(step, params, "dense", reduce_when="end") if dense and layers.start == 0 else None
-    return LayerGroup(
-        step, params, first=dense + layers.start, count=len(layers), below=below, out=out, reduce_when="end"
-    )
+    given: Any = {"first": dense + layers.start, "count": len(layers), "below": below, "out": out}
+    return LayerGroup(step, params, reduce_when="end", **given)
 
 
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
     """Return the loss and the gradients where every rank has all layers.
 
-    Gradients are summed over microbatches, and the sums reduced in the last microbatch's backward. ZeRO-1 reduces
-    them after it. If `reduce_each`, each microbatch's gradients are reduced, and the shards summed. The head's params
-    are gathered, and their gradients reduced, while the last layer computes. Each table of the vocabulary is freed
-    after its last use. The last layer's weights stay gathered for its backward, which comes next.
+    Gradients are summed over microbatches, and reduced in the last one's backward, or if `reduce_each` in each one's.
+    `ends` are the params outside the layers. A table of the vocabulary is freed after its last use. The steps:
+
+        embed; the layers forward       the head's params are gathered (in the first microbatch) during the last layer
+        the head, and its backward      then its part of `end_gradients` starts to be scattered
+        the last layer backward         its weights have stayed gathered; `add_scattered` then waits for the head's part
+        the other layers backward       each layer's gradients are reduced while the next runs; with ZeRO-1, after all
+        embed's backward                the rest of `end_gradients` joins `scattered`
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
-    lora = step.options.lora is not None
-    outputs = dict(params)
+    lora, chunk = step.options.lora is not None, step.limits.chunk
+    scatter_ends, outputs = partial(move_ends, scatter_leaves, mesh=mesh, lines=step.lines), dict(params)
     ends = tree.map(wait, move_ends(gather_leaves, pop_inputs(outputs), mesh, step.lines))
     layers = group_layers(step, params)
     after_all = step.options.zero == 1 and not step.reduce_each  # ZeRO-1 reduces after the last backward
-    losses, dends, scattered, size = [], {}, {}, len(ends["embed"])
+    losses, end_gradients, scattered, size = [], {}, {}, len(ends["embed"])
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
 
     def gather_head() -> None:
@@ -374,25 +376,23 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
             del ends["embed"]
         x, extra, kept = layers.run_forward(x, at, None if m else gather_head, keep_last=True)
         ends = tree.map(wait, ends)
-        loss, dx, dW = head(
-            ends, x, targets, weights, step.terms, config, mesh, frozen=lora, chunk_bytes=step.limits.chunk
-        )
+        loss, dx, dW = head(ends, x, targets, weights, step.terms, config, mesh, frozen=lora, chunk_bytes=chunk)
         losses.append(loss + extra * (scale / M))
-        add_by_name(dends, dW, step.sums)
+        add_by_name(end_gradients, dW, step.sums)
         del x, dW
         if last:
             ends.clear()
-        arrive = None
+        add_scattered = None
         if reduces := last or step.reduce_each:
-            first = pop_inputs(dends)  # to which the backward of the first layer's input adds
-            arrive = partial(add_by_name, scattered, move_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
-            dends = first  # no name holds the others' whole gradients
-        dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not after_all, then=arrive)
+            first = pop_inputs(end_gradients)  # to which the backward of the first layer's input adds
+            add_scattered = partial(add_by_name, scattered, scatter_ends(end_gradients), step.sums)
+            end_gradients = first  # no name holds the others' whole gradients
+        dx = layers.run_backward(dx, kept, at, scale / M, reduces=reduces and not after_all, then=add_scattered)
         if not lora:
-            add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
+            add_by_name(end_gradients, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
         if reduces:
-            add_by_name(scattered, move_ends(scatter_leaves, dends, mesh, step.lines), step.sums)
-            dends.clear()
+            add_by_name(scattered, scatter_ends(end_gradients), step.sums)
+            end_gradients.clear()
     if after_all:
         layers.reduce_all()
     grads, found = move_ends(total_leaves, scattered, mesh, step.lines), layers.gradients()

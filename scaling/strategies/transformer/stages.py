@@ -86,17 +86,17 @@ def make_stage(
     def backward_weight(chunk, rests, mesh):
         for rest in filter(None, rests):
             while rest:
-                engine, l, dW = rest.pop(0)
-                engine.add(l, [*map(wait, dW)], step.reduce_each)
+                loop, l, dW = rest.pop(0)
+                loop.add(l, [*map(wait, dW)], step.reduce_each)
                 if l == 0:
-                    engine.settle()
+                    loop.settle()
 
     def finish(chunk):
-        reduced = total_leaves(chunk.engine.result(), step.mesh, chunk.lines)
-        for grad, g in zip(chunk.engine.grads, reduced, strict=True):
+        reduced = total_leaves(chunk.loop.result(), step.mesh, chunk.lines)
+        for grad, g in zip(chunk.loop.grads, reduced, strict=True):
             grad.out.copy_(g)
         if chunk.below:
-            of_dense.extend(chunk.below.engine.result())  # all stages make the sum over Z together
+            of_dense.extend(chunk.below.loop.result())  # all stages make the sum over Z together
 
     stream = str(present(ROWS, step.mesh))
     stage = Stage({"In": stream, "Out": stream}, forward, backward_input, backward_weight, prepare, finish)
@@ -130,11 +130,11 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     loss = loss + extra * step.options.scale
     if trained == "lora":
         return loss, {"lora": grads.params}
-    dends: dict[str, Any] = {**cast(dict, grads.head)}
-    add_by_name(dends, embedding, step.sums)
+    end_gradients: dict[str, Any] = {**cast(dict, grads.head)}
+    add_by_name(end_gradients, embedding, step.sums)
     if config.learned_positions and not embedding:  # its sum over Z is of all stages
-        dends["positions"] = torch.zeros_like(ends["positions"], dtype=step.sums)
-    done: dict[str, Any] = ends_gradients(dends, params, step)
+        end_gradients["positions"] = torch.zeros_like(ends["positions"], dtype=step.sums)
+    done: dict[str, Any] = ends_gradients(end_gradients, params, step)
     if "dense" in params:  # the other stages' part of the sum over Z is zeros
         found = of_dense or [*map(Tensor.zero_, tree.leaves(empty_gradients(step, "dense", params["dense"])))]
         done["dense"] = tree.unflatten(params["dense"], total_leaves(found, mesh, step.lines["dense"]))
