@@ -205,17 +205,15 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         seed: The seed of dropout, or None to drop nothing.
     """
     config, mesh, form, M, (rows, t) = step.config, step.mesh, step.options.context, step.options.microbatches, shape
-    split = mesh.sizes.get("C", 1) > 1
-    places = ring.positions(form, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
-    check_positions(config, t * mesh.sizes.get("C", 1), segments is not None)
-    rope = partial(layer_tables, config, dtype=step.dtype, length=t * mesh.sizes.get("C", 1))
-    attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
-    attend = partial(padded, attend) if config.latent else attend
-    attend = partial(attend, cap=config.score_cap) if config.score_cap is not None else attend
+    split, length = mesh.sizes.get("C", 1) > 1, t * mesh.sizes.get("C", 1)
     none: list[Any] = [None] * M
-    restarts, ids, samples = none, none, none
-    dropping: dict[str, Any] = {}
+
+    # Positions: places[T_C] in the sequence, and for packed documents `restarts`, which begin anew in each document.
+    places = ring.positions(form, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
+    check_positions(config, length, segments is not None)
+    rope = partial(layer_tables, config, dtype=step.dtype, length=length)
     tables = rope(places) if segments is None else ()
+    restarts, ids = none, none
     if segments is not None and split:
         segments = segments.to(mesh.device)
         restart = restarted(all_gather("s[B_PXE, T_C] -> s[B_PXE, T]", segments, mesh))
@@ -223,38 +221,44 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         restarts, ids = in_form(restart.contiguous(), step).chunk(M), in_form(segments, step).chunk(M)
     elif segments is not None:
         restarts, ids = restarted(segments).chunk(M), segments.chunk(M)
-    if config.dropout and seed is not None:
-        samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
-        samples = tree.shard(samples, present("s[B_PXE]", mesh), mesh).chunk(M)
-        dropping = {
-            "rate": config.dropout,
-            "seed": seed,
-            "positions": tree.shard(places, present("p[T_Y]", mesh), mesh),
-        }
-    given: dict[str, Any] = {"einsum": einsum, "adapters": factor_gradients if step.options.lora else None}
-    given["loads"] = step.options.loads
-    if precision := step.options.precision:
-        given["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
-    contexts = []
 
+    # Attention: over C or by a fused kernel, then what the model adds; its masks are made once per pass and window.
+    attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
+    attend = partial(padded, attend) if config.latent else attend
+    attend = partial(attend, cap=config.score_cap) if config.score_cap is not None else attend
     host = torch.device("cpu") if mesh.device.type == "cuda" else mesh.device  # where the ends of chunks are read
 
     def masks(window: int | None, restart: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
         if config.chunked:
             at = places if split else torch.arange(t, device=host if restart is None else restart.device)
             positions = at if restart is None else restart
-            window, segments = in_chunks(window, t * mesh.sizes.get("C", 1), at, positions, segments)
+            window, segments = in_chunks(window, length, at, positions, segments)
         if split:
             return {"window": window, "segments": None if segments is None else segments.expand(rows // M, -1)}
         scored = config.score_cap is not None or config.sinks
         return {"mask": shared_mask(window, t, segments, step.dtype, mesh.device, scored, step.limits.span)}
 
+    # Dropout: by the seed, a row's index in the global batch, and a token's position.
+    samples, dropping = none, {}
+    if config.dropout and seed is not None:
+        samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
+        samples = tree.shard(samples, present("s[B_PXE]", mesh), mesh).chunk(M)
+        positions = tree.shard(places, present("p[T_Y]", mesh), mesh)
+        dropping = {"rate": config.dropout, "seed": seed, "positions": positions}
+
+    # Products with weights, their gradients, and what experts count: alike in all microbatches.
+    alike: dict[str, Any] = {"einsum": einsum, "adapters": factor_gradients if step.options.lora else None}
+    alike["loads"] = step.options.loads
+    if precision := step.options.precision:
+        alike["einsum"] = products_of(precision, types.padded_sizes(config, mesh), step.inside)
+
+    contexts = []
     for restart, segment, sample_rows in zip(restarts, ids, samples, strict=True):
         with_segments = partial(masks, restart=restart, segments=segment)
         restart = None if restart is None else restart.to(mesh.device)
-        positions = places if restart is None else restart  # which begin anew in each document
+        positions = places if restart is None else restart
         drop = all_kept if sample_rows is None else partial(dropout, samples=sample_rows, **dropping)
-        at = Context(config, step.inside, tables or rope(positions), attend, drop, with_segments, **given)
+        at = Context(config, step.inside, tables or rope(positions), attend, drop, with_segments, **alike)
         if config.learned_positions:
             learned = positions.expand(rows // M, -1).contiguous()
             at = at._replace(learned=tree.shard(learned, present("p[B, T_Y]", mesh), mesh))

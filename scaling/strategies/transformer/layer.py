@@ -105,14 +105,16 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
         dOut, dW = normed_backward(W, "norm_mlp_out", m["out"], m["r_out"], dOut, at.config)
     dMid, dW_mlp = experts_backward(own, dOut, scale, m, at) if "router" in W else mlp_backward(own, dOut, m, at)
     dMid = dMid.add_(dx)
-    back = latent_attention_backward if at.config.latent else attention_backward
-    if "W_QKVZ" in W:
-        a, back = normed_stream(a, a["x"], W, "norm_attn", at), linear_attention_backward
     dAttn = at.drop(dx if at.config.parallel else dMid, "attention")
     if "norm_attn_out" in W:
         dAttn, dgain = normed_backward(W, "norm_attn_out", a["out"], a["r_out"], dAttn, at.config)
         dW |= dgain
-    dIn, dW_attn = back(W, dAttn, a, at)
+    if at.config.latent:
+        dIn, dW_attn = latent_attention_backward(W, dAttn, a, at)
+    elif "W_QKVZ" in W:
+        dIn, dW_attn = linear_attention_backward(W, dAttn, normed_stream(a, a["x"], W, "norm_attn", at), at)
+    else:
+        dIn, dW_attn = attention_backward(W, dAttn, a, at)
     dW |= dW_mlp | dW_attn
     for name, into in SHARED_NORM.items():  # the gradients of a norm that both blocks share add up
         if name in W and into in dW_mlp and into not in W:
