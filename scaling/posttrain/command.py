@@ -39,6 +39,7 @@ STEP = (  # the options that this command shares with `scaling.train`
 )  # fmt: skip
 FREE = ("steps", "save_every", "keep", "resume", "out", "check", "train_mesh", "serve_mesh", "apart", "device")
 FREE += ("reward_seconds", "reward_threads")
+PEAKS = {"all params": 1e-6, "adapters": 1e-5}  # default learning rates, of TRL's GRPOConfig and of its guides
 GAPS = {"fp64": 1e-9, "fp32": 1e-3}  # the largest difference, in nats, between the two sides that `--check` allows
 
 
@@ -94,6 +95,9 @@ def main(argv=None) -> int:
         by = tokenizer_of(folder, config.V)
     given = {name: getattr(args, name) for name in STEP}
     given |= options_of_adapters(args.lora_from, config)
+    if args.lr is None:  # a run keeps the rate that it was begun with
+        before = begun_with(Path(args.out))[1] if args.resume else {}
+        args.lr = given["lr"] = float(before.get("lr", PEAKS["adapters" if given["lora"] else "all params"]))
     given |= {"lr": 0.0, "steps": 1, "save_every": 0} if args.check else {}
     end = chosen_end(by, args.eos_id)
     ends = ends_of(folder, by) if weights and args.eos_id is None else ()
@@ -124,6 +128,7 @@ def main(argv=None) -> int:
         stop = touched(out / STOP)
         check_resumable(out, settings, made_with["posttrain"])
         keep_options(out, settings, folder, args.train_mesh, stop)
+        print(f"{config.name}: {settings.batch} answers a step, peak learning rate {settings.peak:g}", flush=True)
         record = run_on_ranks(world, args.device, settings, asked, prompts, score, by, made_with)
     stopped = record["step"] < settings.steps
     end = f"{'stopped' if stopped else 'done'} at step {record['step']}: reward {record['reward']:.4g}; saved in {out}"
@@ -174,17 +179,20 @@ def check_resumable(out: Path, settings: Settings, now: dict[str, str]) -> None:
     Raises:
         ValueError: The folder holds another run's checkpoints, or this run has no steps left.
     """
-    steps = newest_first(out)
-    if steps and not settings.resume:
+    if newest_first(out) and not settings.resume:
         raise already_begun_error(out)
-    for step in steps:
+    step, before = begun_with(out)
+    if step:
+        check_same_options(out, before, now)
+        check_steps_left(settings, step)
+
+
+def begun_with(out: Path) -> tuple[int, dict[str, str]]:
+    """Return the newest step of a run that can be read, and the options that it was made with; (0, {}) without one."""
+    for step in newest_first(out):
         with suppress(ValueError, OSError):  # a damaged step: the ranks go on from the one before
-            before = options_at(out, step)
-            break
-    else:
-        return
-    check_same_options(out, before, now)
-    check_steps_left(settings, step)
+            return step, options_at(out, step)
+    return 0, {}
 
 
 def report_gap(record: dict, dtype: str) -> int:

@@ -142,6 +142,7 @@ def main(argv=None) -> int:
     own["tokenizer"] = "bytes" if own["tokenizer"] is None else own["tokenizer"]
     own |= options_of_adapters(args.lora_from, config)
     settings = Settings(model=config, weights=weights, **own)
+    settings = replace(settings, lr=settings.peak)
     if not args.dry_run:
         settings = replace(settings, eos_id=end_for(settings, args))
     if args.plan is not None:

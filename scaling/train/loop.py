@@ -83,6 +83,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
 
     `keep`: rank 0 calls it once every rank has accepted the run. Nothing is written into the run's folder before that.
     """
+    settings = replace(settings, lr=settings.peak)  # the record has the rate itself
     out, (_, places) = Path(settings.out), stored_layout(settings, mesh)
     optimizer, types = optimizer_of(settings), trained_types(settings, mesh)
     specs, made_with = state_specs(settings, mesh, optimizer), record_of(settings)

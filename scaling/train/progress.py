@@ -196,9 +196,10 @@ def chip_name(device: torch.device) -> str:
 
 
 def describe(settings: Settings, sizes: Mapping[str, int]) -> str:
-    """Return one line that describes the run: model, params, mesh, batch, tokenizer and folder."""
+    """Return one line that describes the run: model, params, mesh, batch, learning rate, tokenizer and folder."""
     s = settings
-    where = f"{s.batch} x {s.seq} tokens a step, tokenizer {s.tokenizer or 'not known'}, {os.path.abspath(s.out)}"
+    where = f"{s.batch} x {s.seq} tokens a step, peak learning rate {s.peak:g}, "
+    where += f"tokenizer {s.tokenizer or 'not known'}, {os.path.abspath(s.out)}"
     zero = f" (ZeRO-{s.zero})" if s.zero != 3 and sizes.get("X", 1) > 1 else ""
     params = f"{tm.num_params(s.model):,} params"
     if lora := s.adapters:

@@ -74,7 +74,12 @@ class Settings:
     optimizer: str = as_flag(
         "adamw", "adamw, or muon for the layers' matrices and adamw for the rest", choices=("adamw", "muon")
     )
-    lr: float = as_flag(1e-3, "peak learning rate", number(0, 10))
+    lr: float | None = as_flag(
+        None,
+        "peak learning rate (default: 1e-3 from scratch; TRL's 2e-5 with weights and 1e-4 for adapters; in posttrain "
+        "its 1e-6, and 1e-5 for adapters)",
+        number(0, 10),
+    )
     warmup: int = as_flag(20, "warmup steps of the learning rate", integer(0))
     schedule: str = as_flag(
         "cosine",
@@ -155,6 +160,18 @@ class Settings:
         return Lora(self.lora, tuple(self.lora_on.split(",")), self.lora_alpha) if self.lora else None
 
     @property
+    def peak(self) -> float:
+        """The peak learning rate: `lr`, or if that is None, the default for what is trained.
+
+        The rate that suits random params destroys trained ones. The defaults for these are those of TRL:
+        2e-5 of its SFTConfig for all params, and 1e-4 for adapters, which its guide to SFTTrainer names. GRPO begins at
+        lower ones: see `posttrain.command`.
+        """
+        if self.lr is not None:
+            return self.lr
+        return 1e-4 if self.lora else 2e-5 if self.weights else 1e-3
+
+    @property
     def balancing(self) -> float:
         """The rate by which biases that choose experts move after a step, 0 in a model without them.
 
@@ -211,7 +228,7 @@ def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
     After the warmup it falls by a cosine to a tenth ("cosine"), falls to 0 over the last tenth of the steps ("wsd"), or
     stays constant. After `decay_steps` it does not change any more.
     """
-    s = settings
+    s, peak = settings, settings.peak
     end = s.decay_steps or s.steps
     tail = max(1, end // 10)
 
@@ -219,10 +236,10 @@ def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
         up = ((count + 1) / max(1, s.warmup)).clamp(max=1.0)
         if s.schedule == "cosine":
             progress = ((count - s.warmup) / max(1, end - s.warmup)).clamp(0.0, 1.0)
-            return s.lr * up * (0.1 + 0.45 * (1 + torch.cos(math.pi * progress)))
+            return peak * up * (0.1 + 0.45 * (1 + torch.cos(math.pi * progress)))
         if s.schedule == "wsd":
-            return s.lr * up * ((end - count) / tail).clamp(0.0, 1.0)
-        return s.lr * up
+            return peak * up * ((end - count) / tail).clamp(0.0, 1.0)
+        return peak * up
 
     return at
 

@@ -15,7 +15,7 @@ from signal import SIGKILL
 
 import pytest
 import torch
-from grpo import PROMPTS, STEP, plain, run, write_folder
+from grpo import LR, PROMPTS, STEP, plain, run, write_folder
 from refused import named
 from runs import records
 
@@ -27,7 +27,7 @@ from scaling.models.leaves import specs_of
 from scaling.models.lora import Lora
 from scaling.models.text import tokenizer
 from scaling.posttrain import advantages, losses
-from scaling.posttrain.loop import push_lines, rollout_types
+from scaling.posttrain.loop import options_at, push_lines, rollout_types
 from scaling.posttrain.rewards import read_prompts
 from scaling.train import checkpoint
 from scaling.train.export import params_of_run
@@ -99,6 +99,15 @@ def test_a_run_goes_on_as_if_it_had_not_ended(folder, capsys):
         assert one["reward"] == other["reward"]
     assert run(f"{STEP} --steps 6 --out parts {more} --resume --group 2") == 1
     assert "was begun with group 4, not 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("more", "peak"), {"": 1e-6, "--lora 2": 1e-5, "--lr 1e-3": 1e-3}.items())
+def test_the_learning_rate_suits_trained_weights(folder, capsys, more, peak):
+    plain = STEP.replace(f"--lr {LR} ", "") + " --out run"
+    assert run(f"{plain} {more} --steps 1") == 0
+    assert run(f"{plain} {more.replace('--lr 1e-3', '')} --steps 2 --resume") == 0  # as earlier versions began a run
+    assert capsys.readouterr().out.count(f"8 answers a step, peak learning rate {peak:g}\n") == 2
+    assert [options_at(Path("run"), step)["lr"] for step in (1, 2)] == [str(peak)] * 2
 
 
 def in_a_session(line: str) -> None:

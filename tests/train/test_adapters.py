@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SMALL, losses, refusal, train, write_model, write_text
+from runs import SMALL, losses, records, refusal, train, write_model, write_text
 
 from scaling import tree
 from scaling.configs import get
@@ -13,6 +13,7 @@ from scaling.models import adapters, hf, transformer
 from scaling.models.leaves import specs_of
 from scaling.train import dcp
 from scaling.train.export import params_of_run
+from scaling.train.record import read_record
 
 LORA = f"{SMALL.replace('model.toml', 'hf')} --data text.txt --dtype fp64 --lora 2 --lora-on W_Q,W_in --lr 0.05"
 
@@ -24,6 +25,23 @@ def folder(tmp_path, monkeypatch):
     write_model()
     write_text(500)
     hf.save("hf", get("model.toml"), transformer.init(get("model.toml"), 0, torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    {
+        "--model model.toml": 1e-3, "--model hf --from-scratch": 1e-3, "--model hf": 2e-5, "--model hf --lora 2": 1e-4,
+        "--model hf --lora 2 --lr 0.5": 0.5,
+    }.items(),
+)  # fmt: skip
+def test_the_learning_rate_follows_from_what_is_trained(folder, capsys, kind, peak):
+    how = "--data text.txt --batch 4 --seq 8 --eval-batches 1 --schedule constant --warmup 0"
+    assert train(f"{kind} {how} --steps 1 --out run") == 0
+    assert f"peak learning rate {peak:g}," in " ".join(capsys.readouterr().out.split())
+    assert train("--resume --steps 2 --out run") == 0  # with the rate that its options name, as those of before do
+    assert [record["lr"] for record in records("run")] == pytest.approx([peak] * 2)
+    assert f"lr = {peak}\n" in Path("run/run.toml").read_text()
+    assert read_record(Path("run"), 2)["options"]["lr"] == peak
 
 
 @pytest.mark.slow

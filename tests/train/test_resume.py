@@ -244,7 +244,7 @@ def test_more_steps_stretch_the_cosine_unless_its_end_is_given(begun, capsys):
         "the learning rate of step 3 is 0.55, where it was to be 0.1: --decay-steps 2 lets" in capsys.readouterr().out
     )
     assert train("--resume --out kept --steps 4 --decay-steps 2") == 0
-    assert "learning rate" not in capsys.readouterr().out
+    assert "learning rate of step" not in capsys.readouterr().out
     cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * part)) for part in (0, 1 / 2, 2 / 4, 3 / 4)]
     for out, rates in ("falls", cosine), ("kept", [*cosine[:2], 0.1, 0.1]):
         assert [record["lr"] for record in records(out)] == pytest.approx(rates)
