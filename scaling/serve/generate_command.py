@@ -15,7 +15,7 @@ from scaling.common.console import SEEDS, Parser, complaining, integer, number
 from scaling.models.template import chat_template
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import Served, add_model, read_served
-from scaling.serve.requests import SAMPLING, Sampling
+from scaling.serve.requests import SAMPLING, SURROGATE, Sampling
 from scaling.serve.text import TextStream
 
 
@@ -107,6 +107,8 @@ def prompt_of(args, what: Served) -> list[int]:
                 f"--prompt-ids {args.prompt_ids!r}: whole numbers, 5,17,3\n  fix: write them with commas between"
             ) from None
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if SURROGATE.search(text):  # how Python reads bytes that are not UTF-8
+        raise ValueError("the prompt is not UTF-8\n  fix: convert it, as by iconv -t utf-8")
     if args.chat:
         if (template := chat_template(what.model.folder)) is None:
             raise ValueError(f"{what.model.folder}: has no chat template\n  fix: give the prompt without --chat")

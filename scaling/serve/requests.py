@@ -347,7 +347,14 @@ def _read_line(number: int, text: bytes, tokenizer, V: int, ends: tuple[int, ...
     arrival = fields.real("arrival", 0.0)
     if not 0 <= arrival < math.inf:
         raise ValueError(f"arrival={arrival!r} is not a time of 0 or later")
-    return RequestLine(table.get("id", number), arrival, request)
+    name = table.get("id", number)
+    try:
+        json.dumps(name, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        raise ValueError(
+            "its id has half of a surrogate pair or an infinite number, so no answer could name it"
+        ) from None
+    return RequestLine(name, arrival, request)
 
 
 def read_requests(

@@ -149,6 +149,7 @@ REFUSED = named(
     """
 words                  flags
 the prompt is empty    ["--prompt", ""]
+the prompt is not UTF  ["--prompt", "caf\\udce9"]
 whole numbers          ["--prompt-ids", "1,x"]
 --prompt-ids ''        ["--prompt-ids", ""]
 no chat template       ["--prompt", "a", "--chat"]
@@ -197,6 +198,7 @@ BAD = {  # beside what calls over HTTP are refused for
     "{": "is not JSON", "[]": "not a JSON object", '{"ids": null}': "one of", '{"prompt": 5}': "is not a text",
     '{"ids": [1], "prompt": "a"}': "one of",
     '{"prompt": "a", "size": 1}': "unknown field 'size'", '{"prompt": "a", "arrival": -1}': "arrival=-1",
+    '{"prompt": "a", "id": "\\ud800"}': "its id has half", '{"prompt": "a", "id": [1e400]}': "an infinite number",
     '{"prompt": "a", "temperature": "x"}': "temperature='x'", '{"prompt": "\\ud800"}': "half of a surrogate pair",
     f'{{"prompt": "a", "seed": {"9" * 4301}}}': "has a number of 4,301 digits",
 }  # fmt: skip
