@@ -230,17 +230,24 @@ def hold_out(
     The share `valid` of the tokens, at the corpus's end and at least one sequence, is held out.
 
     `whole`: whether documents are packed whole where some tokens of the corpus do not count. The split is then between
-    two documents.
+    two documents, and more of them are held out if those at the end hold no target that counts.
     """
     at = len(corpus) - max(length + 1, round(len(corpus) * valid))
     packed = whole and bool(corpus.counted)
     if packed and len(corpus.starts) > 1:
-        at = int(corpus.starts[max(1, numpy.searchsorted(corpus.starts, at, side="right") - 1)])
+        at = first_of_document(corpus, at)
+        if not len(pack(corpus, at, len(corpus), length).starts):
+            at = first_of_document(corpus, pack(corpus, 0, at, length).starts.max(initial=0))
     train, held = (
         Batches(corpus, batch, length, seed, *ends, packing=pack(corpus, *ends, length) if packed else None)
         for ends in ((0, at), (at, len(corpus)))
     )
     return train, held
+
+
+def first_of_document(corpus: Corpus, position: int) -> int:
+    """Return the first position of the document at a position, but never of the corpus's first document."""
+    return int(corpus.starts[max(1, numpy.searchsorted(corpus.starts, position, side="right") - 1)])
 
 
 def leave_out(

@@ -67,6 +67,16 @@ def test_where_some_tokens_do_not_count_documents_are_whole_in_a_row_and_each_co
     assert len(rows) < train.sequences
 
 
+def test_more_is_held_out_where_nothing_counts_in_the_last_documents():
+    """The last prompts are longer than a row: the document before them is the held-out end, not an error."""
+    lengths, prompts = [10, 8, 6, 30, 1], [5, 3, 2, 25, 0]
+    counted = numpy.concatenate([numpy.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)])
+    corpus = Corpus((numpy.arange(55),), numpy.cumsum([0, *lengths[:-1]]), (counted,))
+    train, valid = hold_out(corpus, 2, 16, 0, 0.05, whole=True)
+    assert (train.last, train.sequences, valid.first, valid.sequences) == (18, 1, 18, 1)
+    assert sorted(valid.rows([0])[1][0].tolist())[-4:] == [20, 21, 22, 23]
+
+
 def test_best_fit_is_that_of_a_search_through_all_rows():
     sizes = numpy.random.default_rng(0).integers(1, 33, 300)
     rows, left = best_fit(sizes, 32), []
