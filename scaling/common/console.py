@@ -233,10 +233,19 @@ def _writing(text: str) -> Iterator[None]:
         raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: {error.strerror}") from None
 
 
+UNUSABLE: dict[type[Exception], tuple[str, str]] = {  # what the system's errors say of a file, and the fix
+    FileNotFoundError: ("no such file or folder", "give the path of one"),
+    IsADirectoryError: ("is a folder", "give the path of a file"),
+    NotADirectoryError: ("is not a folder", "give the path of one"),
+    PermissionError: ("no permission", "give one that you may read and write"),
+}
+
+
 def complaining(*errors: type[Exception], code: int = 1) -> Callable:
     """Return a decorator of a command's main that turns errors of the user's making into a message and an exit code.
 
-    The listed errors are printed without a traceback, and `code` is returned.
+    The listed errors are printed without a traceback, and `code` is returned. An error of the system that names a file
+    is printed with its fix.
     """
 
     def around(main: Callable[..., int]) -> Callable[..., int]:
@@ -247,7 +256,11 @@ def complaining(*errors: type[Exception], code: int = 1) -> Callable:
             except BrokenPipeError:  # `command` handles it
                 raise
             except errors as error:
-                complain(f"{type(error).__name__}: {error}")
+                text = str(error)
+                if type(error) in UNUSABLE and (path := getattr(error, "filename", None)):
+                    wrong, fix = UNUSABLE[type(error)]
+                    text = f"{path}: {wrong}\n  fix: {fix}"
+                complain(f"{type(error).__name__}: {text}")
                 return code
 
         return run

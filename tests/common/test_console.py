@@ -17,6 +17,7 @@ import pytest
 from machine import ended
 
 import scaling
+from scaling.book.drawing import main as listing
 from scaling.check import main as check
 from scaling.common import arguments, console
 from scaling.common.arguments import check_fields, read_table
@@ -26,6 +27,7 @@ from scaling.measure import command as measure
 from scaling.measure.network import main as network
 from scaling.plan.__main__ import main as plan
 from scaling.plan.guide import main as guide
+from scaling.plan.serve.measured import main as measured
 from scaling.show import main as show
 from scaling.show.timelines import main as schedule
 from scaling.train.command import main as train
@@ -48,6 +50,9 @@ BAD = {  # (command, arguments): words of the last line
     (measure.main, "--out", "/"): "cannot write /: is a folder",
     (measure.main, "--chip", "/nonexistent/x.toml"): "/nonexistent/x.toml: cannot be read",
     (check, "/nonexistent.py"): "no such file",
+    (listing, "/nonexistent.py"): "/nonexistent.py: no such file or folder fix: give the path of one",
+    (listing, "/"): "/: is a folder fix: give the path of a file",
+    (measured, "/nonexistent.csv"): "is not a file fix: give systems/silicon_sample.csv of github.com/ai-dynamo/",
     (network, "--folder", "/nonexistent"): "there is no such folder",
     (flight, "x" * 300): "no run is here",
     (show, "A[I]", "--plot", "x" * 300 + ".svg"): "(304 characters): File name too long",

@@ -78,6 +78,9 @@ def measured_rows(path: Path) -> Iterator[MeasuredRow]:
     Some rows use the same chips for tensor and for expert parallelism, and list the product of both sizes as TP. A
     row's batch counts the requests of one replica of attention.
     """
+    if not path.is_file():
+        fix = "give systems/silicon_sample.csv of github.com/ai-dynamo/aiconfigurator, or a part of it"
+        raise ValueError(f"{path}: is not a file\n  fix: {fix}")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     seen, table = set(), csv.DictReader(lines)
     if missing := {"model_path", "silicon_ttft_ms", "silicon_tpot_ms"} - set(table.fieldnames or ()):
