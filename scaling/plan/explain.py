@@ -12,7 +12,17 @@ from scaling.plan.evaluate import Estimate
 from scaling.plan.job import AXES, Question
 from scaling.plan.one_layer import as_dict as pass_dict
 from scaling.plan.one_layer import layer_chart, layer_passes
-from scaling.plan.report import AXIS_WORDS, LAYOUT, Budget, bottlenecks, cost_of_run, described_layout, folded, size
+from scaling.plan.report import (
+    AXIS_WORDS,
+    LAYOUT,
+    Budget,
+    bottlenecks,
+    cost_of_run,
+    described_layout,
+    folded,
+    size,
+    three_digits,
+)
 
 SHARES = (1.0, 0.5, 0.25)  # shares of the memory that a layout may use, in the Pareto table
 WEIGHED = ("data", "fsdp", "pod")  # axes that move weights, whose bytes do not depend on the batch
@@ -118,7 +128,7 @@ def text(plans: Found, budget: Budget) -> str:
     rows = []
     for one in pareto_of_chips(plans.question, budget):
         spent = cost_of_run(one, one.forecast, budget)
-        words = described_layout(one), size(float(one.held.total)), f"{one.forecast:.4g}", f"{spent['days']:,.3g}"
+        words = described_layout(one), size(float(one.held.total)), f"{one.forecast:.4g}", three_digits(spent["days"])
         rows.append((f"{one.chips:,}", *words, *([significant(spent["dollars"])] if spent["dollars"] else [])))
     head = ["chips", "layout", "a chip holds", "step, s", "days", *(["dollars"] if rows[0][5:] else [])]
     lines += ["", "What else could be had: nothing beats these in time, memory, chips and dollars at once"]

@@ -150,7 +150,8 @@ def failure_lines(job: Failures, days: float | None = None) -> list[str]:
         f"  one every {mtbf} on {job.chips:,} chips, as one chip fails every {job.mtbf * job.chips / HOUR:,.0f} hours",
         f"  save every {interval} (Daly; Young {youngs}), {save} each; a restart takes {job.restart / 60:,.3g} minutes",
         f"  goodput {job.goodput:.1%}: {costs}",
-        f"  {job.spares:,} spare hosts are enough for 99% of the time, if each failure takes its host away for a day",
+        f"  {job.spares:,} spare host{' is' if job.spares == 1 else 's are'} enough for 99% of the time, if each "
+        "failure takes its host away for a day",
     ]
     if days is not None:
         found.append(f"  with failures the forecast run takes {days / job.goodput:,.1f} days instead of {days:,.1f}")

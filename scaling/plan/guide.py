@@ -21,7 +21,7 @@ from scaling.plan.candidates import plans, search
 from scaling.plan.evaluate import Estimate
 from scaling.plan.fitting import Frugal, frugal_ways, help_needed
 from scaling.plan.job import AXES, Fixed, Job, run_bytes
-from scaling.plan.report import folded, several, size
+from scaling.plan.report import folded, several, size, three_digits
 from scaling.plan.work import LayerWork
 
 STORED = "param_bytes", "grad_bytes", "optimizer_bytes"
@@ -97,11 +97,6 @@ def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
     return steps
 
 
-def seconds_text(seconds: float) -> str:
-    """Return seconds in three digits, without an exponent."""
-    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
-
-
 def choose_rung(steps: list[Climbed]) -> Climbed | None:
     """Return the lowest rung that fits, uses all GPUs and is at most 10% slower than the fastest; None if none fits."""
     most = max(step.found.chips for step in steps)
@@ -130,7 +125,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> tuple[str, boo
             layout.microbatches,
             *(size(float(x)) for x in (states, own.total - states, own.total)),
         ]
-        rows.append([*row, "yes" if step.found.fits else "no", *([seconds_text(step.found.forecast)] if timed else [])])
+        rows.append([*row, "yes" if step.found.fits else "no", *([three_digits(step.found.forecast)] if timed else [])])
     head = ["", "GPUs", "microbatches", "params, grads,\noptimizer", "activations,\nworking", "a GPU holds", "fits"]
     state = job.param_bytes + job.grad_bytes + job.optimizer_bytes
     lines = [

@@ -214,6 +214,11 @@ def several(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def three_digits(number: float) -> str:
+    """Return a number in three digits or more, without an exponent from 1,000 on."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
 def folded(lines: Iterable[str]) -> str:
     """Return lines of at most 100 columns; longer ones continue below."""
     return fold("\n".join(lines), WIDTH)
