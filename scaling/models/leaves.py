@@ -161,14 +161,16 @@ def map_leaves(f: Callable[[str, Leaf], Any], leaves: dict) -> dict:
 
 
 def matrices_of(config: Config) -> dict:
-    """Return the inputs and outputs of each matrix, such as "D -> N H"; "" for other leaves and the ends."""
+    """Return the inputs and outputs of each matrix, such as "D -> N H"; "" for other leaves and the ends.
 
-    def named(_: str, leaf: Leaf) -> str:
+    Routers and the filters of convolutions, each of which belongs to one feature, do not count as matrices.
+    """
+
+    def named(name: str, leaf: Leaf) -> str:
         stack, *dims = parse(leaf.trained).dim_names
-        if stack not in STACKED or not isinstance(leaf.start, str):
+        if stack not in STACKED or not isinstance(leaf.start, str) or name.startswith("conv"):
             return ""
         outputs = [dim for dim in dims if dim not in leaf.start and dim != "E"]
-        outputs = outputs or [dim for dim in dims if dim == "E"]  # the router's outputs are the experts
         return f"{' '.join(leaf.start)} -> {' '.join(outputs)}" if outputs else ""
 
     return types_of(config, named)

@@ -9,7 +9,7 @@ import torch
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models.leaves import Leaf, check_computed, leaves_of, specs_of
+from scaling.models.leaves import ENDS, Leaf, check_computed, leaves_of, specs_of
 from scaling.spec import Spec, parse
 
 # for a dim that is stored in another order or padded: the model's index of each stored entry, -1 for padding
@@ -18,11 +18,16 @@ IN_ORDER: Places = {}
 
 
 def inits(config: Config) -> dict:
-    """Return each param's initial values: normal with variance 1/(elements contracted), gains in use 1, biases 0."""
+    """Return each param's initial values: normal with variance 1/(elements contracted), gains in use 1, biases 0.
+
+    An embedding contracts nothing, but one that is tied is the unembedding, too, which contracts D. So logits have a
+    variance of 1, and the loss begins near ln V. The `initializer_range` of a config.json is not used.
+    """
 
     def start(leaf: Leaf) -> tree.Normal | tree.Constant:
         if isinstance(leaf.start, str):
-            return tree.Normal(math.prod(config.sizes[dim] for dim in leaf.start) ** -0.5)
+            contracted = "D" if config.tied and leaf is ENDS["embed"] else leaf.start
+            return tree.Normal(math.prod(config.sizes[dim] for dim in contracted) ** -0.5)
         return tree.Constant(0.0 if config.unit_offset and leaf.trained.startswith("g[") else leaf.start)
 
     check_computed(config)

@@ -2,6 +2,7 @@
 attention, query by query; and a batch or params that torch would broadcast, cast or cut off: each is refused with its
 fix, on one device and on a mesh, and gives no number."""
 
+import math
 from functools import partial
 from operator import attrgetter
 
@@ -96,6 +97,12 @@ def saved_elements(config, remat, attention, B, T):
         return sum(s.nbytes() for key, s in storages.items() if key not in own) // 8
 
     return held(2) - held(1)
+
+
+@pytest.mark.parametrize("config", [SMALL, LATENT, TIED, TIED.with_(name="scaled", embed_scale=32**0.5)])
+def test_a_model_begins_near_the_loss_of_equal_chances(config):
+    params, tokens = transformer.init(config, 0), tokens_of(config, B=8, T=32)
+    assert abs(transformer.loss(params, tokens, config=config) - math.log(config.V)) < 1
 
 
 @pytest.mark.parametrize("config", [LATENT, SMALL, PLAIN, TIED], ids=attrgetter("name"))
