@@ -38,7 +38,7 @@ STEP = (  # the options that this command shares with `scaling.train`
     "save_every", "keep", "resume", "lora", "lora_on", "lora_alpha", "lora_from",
 )  # fmt: skip
 FREE = ("steps", "save_every", "keep", "resume", "out", "check", "train_mesh", "serve_mesh", "apart", "device")
-FREE += ("reward_seconds", "reward_threads")
+FREE += ("reward_seconds", "reward_threads", "slots")
 PEAKS = {"all params": 1e-6, "adapters": 1e-5}  # default learning rates, of TRL's GRPOConfig and of its guides
 GAPS = {"fp64": 1e-9, "fp32": 1e-3}  # the largest difference, in nats, between the two sides that `--check` allows
 
@@ -78,6 +78,7 @@ def arguments(argv=None) -> argparse.Namespace:
         "--reward-threads", type=integer(1, 1024), default=1,
         help="rewards computed at the same time, by threads: score must allow it (default 1)",
     )  # fmt: skip
+    parser.add_argument("--slots", type=integer(1), help="answers drawn at a time, which the cache has room for (all)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
     parser.add_argument("--check", action="store_true", help="compare both sides' log-probabilities at learning rate 0")
     add_flags(parser, STEP)
@@ -109,7 +110,7 @@ def main(argv=None) -> int:
     asked = LoopOptions(
         parse_mesh(args.train_mesh), parse_mesh(args.serve_mesh), args.apart, args.group, args.max_new_tokens, ends,
         clip, args.mean, not args.no_std, args.staleness, args.reward_seconds, args.reward_threads,
-        args.reward.partition(":")[0],
+        args.slots, args.reward.partition(":")[0],
     )  # fmt: skip
     check_meshes(settings, asked)
     prompts, score = read_prompts(args.prompts, by, args.seq - args.max_new_tokens), reward_of(args.reward)

@@ -66,6 +66,7 @@ class LoopOptions:
         staleness: The number of updates by which the weights that draw lag behind.
         seconds: The seconds that one reward may take.
         threads: The number of rewards that are computed at the same time.
+        slots: The answers that are drawn at a time, for which the cache has room; None draws all of a step's at once.
         reward: The file of the reward function, for errors.
     """
 
@@ -81,6 +82,7 @@ class LoopOptions:
     staleness: int = 0
     seconds: float = 60.0
     threads: int = 1
+    slots: int | None = None
     reward: str = "reward.py"
 
     def ranks(self) -> tuple[range, range]:
@@ -221,7 +223,8 @@ def draw_answers(
     rows = prompts_of_step(prompts, settings.seed, step, settings.batch // asked.group)
     rows = [prompt for prompt in rows for _ in range(asked.group)]
     seeds = [number_of(settings.seed, step, i) for i in range(len(rows))]
-    given = {"seed": seeds, "stop": asked.ends, "mesh": meshes.serve if meshes.serve.size() > 1 else None}
+    given: dict[str, Any] = {"seed": seeds, "stop": asked.ends, "slots": asked.slots}
+    given |= {"mesh": meshes.serve if meshes.serve.size() > 1 else None}
     texts = [prompt.ids for prompt in rows]
     drawn: list[list[int]] = [[] for _ in rows]
     logprobs: list[list[float]] = [[] for _ in rows]

@@ -145,12 +145,14 @@ def stream(
     draft: Any = None,
     proposals: int = 4,
     page: int | None = None,
+    slots: int | None = None,
     form: str = "heads",
     **more,
 ) -> Iterator[list[Token]]:
     """Yield the tokens that `generate` returns as the engine finds them: each step's, in the order of the prompts.
 
-    The other arguments are as in `Engine`.
+    The cache has room for `slots` prompts at a time, by default for all; the next one begins when one has ended. The
+    other arguments are as in `Engine`.
 
     Raises:
         ValueError: As in `generate`; logits that are not finite end their prompt, and are raised after all others.
@@ -161,10 +163,12 @@ def stream(
         return
     on = ONE if mesh is None else mesh
     check_mesh(config, on, form)
-    groups, (B, S) = share_of(on, form).groups, divisible(len(rows), max(map(len, rows)) + max_new_tokens, form, on)
+    at_once, longest = len(rows) if slots is None else min(slots, len(rows)), max(map(len, rows))
+    groups, (B, S) = share_of(on, form).groups, divisible(at_once, longest + max_new_tokens, form, on)
     size, ahead = page or S, 0 if draft is None else proposals  # without pages, a row is one page
-    pages = B // groups * -(-S // size)
-    options = Options(pages, size, len(rows), policy="static", prefix=False, proposals=ahead, groups=groups)
+    pages, policy = B // groups * -(-S // size), "static" if at_once == len(rows) else "chunked"
+    budget = longest + at_once * (1 + ahead)
+    options = Options(pages, size, at_once, budget, policy, prefix=False, proposals=ahead, groups=groups)
     paged = page is not None
     engine = Engine(params, config, options, mesh=mesh, draft=draft, form=form, paged=paged, **more)
     requests = [Request(row, tuple(ids), max_new_tokens, stops, Draw(how, seeds[row])) for row, ids in enumerate(rows)]

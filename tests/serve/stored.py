@@ -24,7 +24,9 @@ class Table(NamedTuple):
     prompts: Callable[[random.Random], list[list[int]]]
 
     def params_of(self, name: str) -> dict:
-        return transformer.init(self.configs[name], list(self.configs).index(name), torch.float32)
+        config = self.configs[name]
+        params = transformer.init(config, list(self.configs).index(name), torch.float32)
+        return params | {"embed": params["embed"] * config.D**0.5} if config.tied else params  # as they were then drawn
 
     def prompts_of(self, name: str) -> list[list[int]]:
         return self.prompts(random.Random(name))

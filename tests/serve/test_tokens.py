@@ -237,6 +237,22 @@ def test_generate(draft):
         assert generated(draft=drafted(draft)[::-1]) == each()  # in either order
 
 
+@pytest.mark.parametrize(("form", "sizes"), [("heads", {}), ("heads_batch", {"Z": 2})])
+def test_with_room_for_fewer_prompts_the_next_begins_when_one_has_ended(ranks, form, sizes):
+    assert streamed(None, form, 1) == streamed(None, form, 2) == each()
+    if sizes:
+        assert ranks(streamed, sizes, form, 2) == [each()] * 2
+
+
+def streamed(mesh, form, slots) -> list[list[int]]:
+    params = sharded("dense", mesh, form)
+    steps = serve.stream(params, PROMPTS, DENSE, 7, HOW, seed=SEEDS, mesh=mesh, form=form, slots=slots)
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for token in (token for step in steps for token in step):
+        found[token.row].append(token.id)
+    return found
+
+
 TABLE = """
 mesh     model     form         policy         draft
 Y=2,Z=2  dense     sequence     generate       "small"
