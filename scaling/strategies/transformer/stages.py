@@ -132,7 +132,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
         return loss, {"lora": grads.params}
     end_gradients: dict[str, Any] = {**cast(dict, grads.head)}
     add_by_name(end_gradients, embedding, step.sums)
-    if config.learned_positions and not embedding:  # its sum over Z is of all stages
+    if config.learned_positions and "positions" not in end_gradients:  # its sum over Z is of all stages
         end_gradients["positions"] = torch.zeros_like(ends["positions"], dtype=step.sums)
     done: dict[str, Any] = ends_gradients(end_gradients, params, step)
     if "dense" in params:  # the other stages' part of the sum over Z is zeros
