@@ -92,7 +92,7 @@ def _passes(module: Any, keep: bool) -> Passes:
     def update(found: Mapping[str, Tensor], params: Mapping[str, Tensor], mesh: Any) -> Mapping[str, Tensor]:
         optimizer, of_layers = sgd(RATE), {W: [*dW.unbind()] for W, dW in found.items()}
         state = of_users["init"](optimizer, params, mesh)
-        return of_users["update"](optimizer, of_layers, state, params, mesh, **options)[0]
+        return of_users["update"](optimizer, of_layers, state, params, mesh)[0]
 
     updates = update if {"init", "update"} <= {*of_users} else None
     later = strategy.layer_backward, strategy.reduce, strategy.reduce_slow

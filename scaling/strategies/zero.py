@@ -68,9 +68,9 @@ class Updated:
 
     def shards(self, params) -> Any:
         """Return the shards to update: views of the params, or copies of those that are not in one piece."""
-        own = []
+        X, x, own = self.mesh.sizes.get("X", 1), self.mesh.coord.get("X", 0), []
         for W, (dim, _) in zip(tree.leaves(params), self.moved, strict=True):
-            own.append(W if dim is None else W.chunk(self.mesh.sizes["X"], dim)[self.mesh.coord["X"]].contiguous())
+            own.append(W if dim is None else W.unflatten(dim, (X, -1)).select(dim, x).contiguous())
         return tree.unflatten(params, own)
 
     def whole(self, shards, params, donate: bool) -> Any:
