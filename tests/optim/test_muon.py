@@ -7,12 +7,16 @@ import torch
 from machine import on_ranks
 
 from scaling import optim, tree
+from scaling.configs import get
 from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import transformer
+from scaling.models.leaves import specs_of
 from scaling.optim import orthogonal
 from scaling.optim.matrices import cheapest_form
 from scaling.optim.orthogonal import MatrixStack, assigned
 from scaling.spec import parse, present
 from scaling.trace import trace
+from scaling.train.settings import Settings, optimizer_of
 
 MATRICES = {"in": "D -> F", "gate": "D -> F", "out": "F -> D", "Q": "D -> N H", "E": {"in": "D -> F"}, "g": ""}
 SPECS = {"in": "W[L_Z, D_X, F_Y]", "gate": "W[L_Z, D_X, F_Y]", "out": "W[L_Z, F_Y, D_X]",
@@ -125,3 +129,15 @@ def test_cheapest_by_bytes_and_flops():
         ((1, 2048, 128), torch.bfloat16, "gathered"),
     ]:
         assert cheapest_form(shape, stack, 2550.0, dtype) == wanted
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_tables_norms_and_routers_do_not_decay(name):
+    config = get("tiny").with_(E=4, k=2)
+    params = transformer.init(config)
+    rule = optimizer_of(Settings(config, "", "", lr=0.1, warmup=0, weight_decay=0.5, optimizer=name))
+    given = {"specs": specs_of(config), "mesh": AbstractMesh({})}
+    new, _ = rule.update(tree.map(torch.zeros_like, params), rule.init(params), params, **given)
+    pairs = zip(tree.named_leaves(params), tree.leaves(params), tree.leaves(new), strict=True)
+    kept = {where.split('"')[-2] for where, before, after in pairs if torch.equal(before, after)}
+    assert kept == {"embed", "norm_attn", "norm_mlp", "router", "norm"}
