@@ -17,7 +17,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -102,8 +102,8 @@ def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int,
     return proposed
 
 
-class Given(NamedTuple):
-    """The tokens and logits that a request is given in a step.
+class StepResult(NamedTuple):
+    """The tokens and logits that a request gets in a step.
 
     Attributes:
         tokens: Its new tokens, up to one that ends it.
@@ -126,7 +126,19 @@ class Given(NamedTuple):
     spoiled: int | None = None
 
 
-def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, Given]:
+class StartedStep(NamedTuple):
+    """A worker's decode step that was started before the tokens of the step before were read.
+
+    Attributes:
+        works: Its works, whose tokens only the device knows.
+        logits: The logits[B, V] after them, which the device may still be computing; None without works.
+    """
+
+    works: list[Work]
+    logits: Tensor | None
+
+
+def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, StepResult]:
     """Compute the works, and return the result of each request that samples or whose prompt is scored.
 
     A request that samples gets the proposals that were accepted, and the token after them.
@@ -136,20 +148,20 @@ def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence
     every = any(scored) or any(w.proposals for w in works)
     longer = [w._replace(tokens=(*w.tokens, *proposed.get(w.id, ()))) for w in works] if every else works
     logits = model.logits(worker, longer, every)
-    given = _drawn(works, proposed, logits, every)
+    results = _drawn(works, proposed, logits, every)
     # A masked proposal whose values are not finite makes the logits before it NaN, so these are computed without it.
-    if again := [w._replace(proposals=0) for w in works if w.proposals and given[w.id].failed]:
+    if again := [w._replace(proposals=0) for w in works if w.proposals and results[w.id].failed]:
         for work in again:
             model.clear(worker, work, work.start)
-        given |= advance(model, None, worker, again)
+        results |= advance(model, None, worker, again)
     for b, work in enumerate(works):
-        own = given.get(work.id, Given((), logits[b, :0]))
-        if scored[b] and not own.failed:
-            given[work.id] = own._replace(read=(work.start, logits[b, : len(work.tokens)]))
-    return given
+        result = results.get(work.id, StepResult((), logits[b, :0]))
+        if scored[b] and not result.failed:
+            results[work.id] = result._replace(read=(work.start, logits[b, : len(work.tokens)]))
+    return results
 
 
-def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor, every: bool) -> dict[int, Given]:
+def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor, every: bool) -> dict[int, StepResult]:
     """Draw tokens for the works, from logits[B, T, V] of every token, or [B, V] of each work's last.
 
     A work that does not sample is in the result only if it has failed, as the token of a chunk shows that nobody gets.
@@ -158,17 +170,17 @@ def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor
     if every:
         logits = logits[[b for b, _, _ in at], [len(w.tokens) - 1 + n for _, w, n in at]]
     places = [w.start + len(w.tokens) + n for _, w, n in at]
-    drawn, given, first = sample(logits, [w.request.draw for _, w, _ in at], places).read(), {}, 0
+    drawn, results, first = sample(logits, [w.request.draw for _, w, _ in at], places).read(), {}, 0
     for work in works:
         rows = slice(first, first + 1 + work.proposals)
-        own = _given_tokens(work, proposed.get(work.id, ()), drawn[rows], logits[rows])
-        if work.sample or own.failed:
-            given[work.id] = own
+        result = _accept(work, proposed.get(work.id, ()), drawn[rows], logits[rows])
+        if work.sample or result.failed:
+            results[work.id] = result
         first += 1 + work.proposals
-    return given
+    return results
 
 
-def _given_tokens(work: Work, proposed: Sequence[int], drawn: Sequence[int | None], logits: Tensor) -> Given:
+def _accept(work: Work, proposed: Sequence[int], drawn: Sequence[int | None], logits: Tensor) -> StepResult:
     """Return a step's tokens: those drawn, up to and including the first that differs from its proposal.
 
     They end before the first that cannot be drawn; a work without any has failed.
@@ -181,7 +193,7 @@ def _given_tokens(work: Work, proposed: Sequence[int], drawn: Sequence[int | Non
         if token != proposal:
             break
     cached = work.start + len(work.tokens) + len(tokens) - 1 if tokens else work.start
-    return Given(tokens, logits[: len(tokens)], failed=not tokens, spoiled=cached if None in drawn else None)
+    return StepResult(tokens, logits[: len(tokens)], failed=not tokens, spoiled=cached if None in drawn else None)
 
 
 def check_draft(config: Config, target: Config) -> None:
@@ -245,16 +257,19 @@ class Engine:
             )
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
         self.streams: dict[int, TextStream] = {}
-        own = partial(PagedModel, options=options, mesh=mesh, form=form, **model)
+        make_model = partial(PagedModel, options=options, mesh=mesh, form=form, **model)
         self.texts: dict[int, NgramIndex] = {}
-        self.model, self.draft = own(params, config), partial(by_ngrams, self.texts) if draft == "ngram" else None
+        self.model, self.draft = (
+            make_model(params, config),
+            partial(by_ngrams, self.texts) if draft == "ngram" else None,
+        )
         self.models = [self.model]
         if draft not in (None, "ngram"):
-            self.models.append(_small(draft, config, own))
+            self.models.append(_small(draft, config, make_model))
             self.draft = partial(by_model, self.models[-1])
         # A GPU starts a step before the last one's tokens are read. A linear layer's state can take back no token.
         self.ahead = self.model.device.type == "cuda" and not draft and not config.linear
-        self.started: dict[str, tuple] = {}  # each worker's next step, and the logits after it
+        self.started: dict[str, StartedStep] = {}  # each worker's next step
 
     def __call__(self, action: Run | Move) -> tuple[float, Done | Moved]:
         """Carry out one action, and return its seconds, the same on all ranks, and the event of its end."""
@@ -270,9 +285,9 @@ class Engine:
             return seconds
         return float(gather_over_ranks(torch.tensor([seconds], dtype=torch.float64), self.mesh).mean())
 
-    def carry_out(self, actions: Sequence[Action]) -> tuple[dict[int, Given], list[Done | Moved]]:
+    def carry_out(self, actions: Sequence[Action]) -> tuple[dict[int, StepResult], list[Done | Moved]]:
         """Carry out the scheduler's actions, and return each request's tokens and the events at their ends."""
-        given: dict[int, Given] = {}
+        results: dict[int, StepResult] = {}
         done: list[Done | Moved] = []
         for action in actions:
             if isinstance(action, Move):
@@ -281,34 +296,35 @@ class Engine:
                     model.move(action)
                 done.append(Moved(action.id))
             elif isinstance(action, Run):
-                given |= (own := self._given(action))
+                results |= (of_action := self._run(action))
                 stopped, failed = (
-                    frozenset(id for id, each in own.items() if getattr(each, name)) for name in ("stopped", "failed")
+                    frozenset(id for id, each in of_action.items() if getattr(each, name))
+                    for name in ("stopped", "failed")
                 )
                 for model, work in itertools.product(self.models, action.works):
-                    if work.id in own and (start := own[work.id].spoiled) is not None:
+                    if work.id in of_action and (start := of_action[work.id].spoiled) is not None:
                         model.clear(action.worker, work, start)
-                done.append(Done(action.worker, {id: each.tokens for id, each in own.items()}, stopped, failed))
+                done.append(Done(action.worker, {id: each.tokens for id, each in of_action.items()}, stopped, failed))
             elif isinstance(action, Finish):
                 self.streams.pop(action.id, None)
                 self.texts.pop(action.id, None)
-        return given, done
+        return results, done
 
-    def _given(self, action: Run) -> dict[int, Given]:
+    def _run(self, action: Run) -> dict[int, StepResult]:
         """Return the tokens that each request gets in this step, by its id, in the order of the works."""
-        given: dict[int, Given] = {}
+        results: dict[int, StepResult] = {}
         kept = {self._place(work) for work in action.works}
         self._clear_started(action.worker, lambda work: self._place(work) not in kept)
-        started = self.started.pop(action.worker, ([], None))
+        started = self.started.pop(action.worker, StartedStep([], None))
         for one in (True, False):  # works of one token run separately, so none is padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
-                ahead = (
-                    one and self.ahead and action.worker != PREFILL
-                )  # whose requests leave it with their first token
-                ahead = ahead and all(w.sample and not w.request.scored for w in works)
-                own = action.worker, works
-                given |= self._decoded(*own, *started) if ahead else advance(self.model, self.draft, *own)
-        return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.id in given}
+                ahead = one and self.ahead and all(w.sample and not w.request.scored for w in works)
+                ahead = ahead and action.worker != PREFILL  # whose requests leave it with their first token
+                if ahead:
+                    results |= self._decoded(action.worker, works, started)
+                else:
+                    results |= advance(self.model, self.draft, action.worker, works)
+        return {work.id: self._counted(work.request, results[work.id]) for work in action.works if work.id in results}
 
     def _place(self, work: Work) -> tuple:
         """Return a request, with the position and the page of a decode step's token."""
@@ -317,42 +333,44 @@ class Engine:
 
     def _clear_started(self, worker: str, left: Callable[[Work], bool]) -> None:
         """Clear the places that the started step wrote for works that have left them, before others write there."""
-        works, logits = self.started.get(worker, ([], None))
-        for work in filter(left, works):
+        if (started := self.started.get(worker)) is None:
+            return
+        for work in filter(left, started.works):
             self.model.clear(worker, work, work.start)
-        if works:
-            self.started[worker] = [work._replace(pages=()) if left(work) else work for work in works], logits
+        works = [work._replace(pages=()) if left(work) else work for work in started.works]
+        self.started[worker] = started._replace(works=works)
 
-    def _decoded(self, worker: str, works: list[Work], before: list[Work], logits: Any) -> dict[int, Given]:
+    def _decoded(self, worker: str, works: list[Work], started: StartedStep) -> dict[int, StepResult]:
         """Start the next step, and then return a token of each work, so that the device computes while the host reads.
 
-        `before` and `logits` are the works and the result of the step that was started by the last call. Works that it
-        does not have are computed now. A row that ends with this token computes one token too many in the next step.
-        Nobody reads that token, and its keys and values are cleared before another row gets the page.
+        `started` is the step that the last call has started. Works that it does not have are computed now. A row that
+        ends with this token computes one token too many in the next step. Nobody reads that token, and its keys and
+        values are cleared before another row gets the page.
         """
-        known = {self._place(w) for w in before}
+        computed, logits = started
+        known = {self._place(w) for w in computed}
         if new := [w for w in works if self._place(w) not in known]:
-            own = self.model.logits(worker, new)
-            before, logits = [*before, *new], torch.cat([logits, own]) if before else own
-        rows = {self._place(w): row for row, w in enumerate(before)}
+            of_new = self.model.logits(worker, new)
+            computed, logits = [*computed, *new], of_new if logits is None else torch.cat([logits, of_new])
+        rows = {self._place(w): row for row, w in enumerate(computed)}
         found = [rows[self._place(w)] for w in works]
-        logits = logits[copy_to_device(found, self.model.device)]
+        logits = cast(Tensor, logits)[copy_to_device(found, self.model.device)]
         drawn = sample(logits, [w.request.draw for w in works], [w.start + 1 for w in works])
         if all(not w.request.stops and w.start + 1 < len(w.pages) * self.model.page for w in works):
             after = [w._replace(start=w.start + 1, tokens=(0,)) for w in works]
-            self.started[worker] = after, self.model.logits(worker, after, ids=drawn.ids)
+            self.started[worker] = StartedStep(after, self.model.logits(worker, after, ids=drawn.ids))
         each = zip(works, drawn.read(), logits.split(1), strict=True)
-        return {w.id: _given_tokens(w, (), [token], own) for w, token, own in each}
+        return {w.id: _accept(w, (), [token], row) for w, token, row in each}
 
-    def _counted(self, request: Request, given: Given) -> Given:
+    def _counted(self, request: Request, result: StepResult) -> StepResult:
         """Return a request's tokens up to the one that ends it, and if it has stop texts their text."""
-        tokens, stopped, texts = request.until_stop(given.tokens), False, []
+        tokens, stopped, texts = request.until_stop(result.tokens), False, []
         for token in tokens if request.stops else ():
             texts.append("" if token in request.stop else self.stream_of(request).push(token))
             if stopped := self.stream_of(request).stopped:
                 tokens = tokens[: len(texts)]
                 break
-        return given._replace(tokens=tokens, logits=given.logits[: len(tokens)], texts=tuple(texts), stopped=stopped)
+        return result._replace(tokens=tokens, logits=result.logits[: len(tokens)], texts=tuple(texts), stopped=stopped)
 
     def stream_of(self, request: Request) -> TextStream:
         """Return the stream of a request's text, one object until its end; the engine pushes if it has stop texts."""

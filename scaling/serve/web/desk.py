@@ -22,7 +22,7 @@ from torch import Tensor
 from scaling.collectives import broadcast
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.engine import Engine, Given
+from scaling.serve.engine import Engine, StepResult
 from scaling.serve.requests import Request
 from scaling.serve.states import Action, Admit, Arrive, Cancel, Finish, Options, State
 from scaling.serve.text import TextStream
@@ -110,7 +110,7 @@ class Turns:
         self.engine, self.mesh = Engine(params, config, options, mesh=mesh, **engine), mesh
         self.state, self.done = scheduler.initial(options), []
 
-    def __call__(self, news: News) -> tuple[list[Action], dict[int, Given]] | None:
+    def __call__(self, news: News) -> tuple[list[Action], dict[int, StepResult]] | None:
         """Take a turn with rank 0's news; return (the scheduler's actions, what requests get), or None at the end."""
         news = _broadcast_news(news, self.mesh)
         if news.end:
@@ -143,7 +143,7 @@ class _Answer:
         self.came, self.last, self.count, self.cached = time.monotonic(), math.nan, 0, 0
         self.prompt = [TokenNote(request.prompt[0])]  # the part that has been scored
 
-    def noted(self, given: Given) -> tuple[TokenNote, ...]:
+    def noted(self, given: StepResult) -> tuple[TokenNote, ...]:
         """Keep the notes of the prompt's tokens that this step has scored; return the new tokens' notes."""
         if given.read is not None and self.ask.top >= 0:
             start, logits = given.read
@@ -208,7 +208,7 @@ class Desk:
         self._asks, self._gone = [], []
         return news
 
-    def _turn(self, news: News) -> tuple[list[Action], dict[int, tuple[Given, tuple[TokenNote, ...]]]] | None:
+    def _turn(self, news: News) -> tuple[list[Action], dict[int, tuple[StepResult, tuple[TokenNote, ...]]]] | None:
         """Take a turn, in the engine's thread, and compute the log-probabilities that are wanted."""
         if (turn := self.turns(news)) is None:
             return None
@@ -216,7 +216,7 @@ class Desk:
         answers = {id: self.answers.get(id) for id in given}
         return actions, {id: (given[id], answer.noted(given[id])) for id, answer in answers.items() if answer}
 
-    def _see(self, actions: Sequence[Action], given: dict[int, tuple[Given, tuple[TokenNote, ...]]]) -> None:
+    def _see(self, actions: Sequence[Action], given: dict[int, tuple[StepResult, tuple[TokenNote, ...]]]) -> None:
         """Send out the results of a turn."""
         for action in actions:
             if not isinstance(action, Admit | Finish) or (answer := self.answers.get(action.id)) is None:
