@@ -20,7 +20,7 @@ from scaling.models import hf, transformer
 from scaling.models.template import ends_of
 from scaling.models.text import GENERATION, home_of, tokenizer_of
 from scaling.serve.cache import divisible, init_cache, share_of
-from scaling.serve.engine import check_draft
+from scaling.serve.draft import check_draft
 from scaling.serve.fixed import why_eager, why_not
 from scaling.serve.requests import SAMPLING, Sampling
 from scaling.serve.types import FORMS, check_mesh, plain_leaf, quantize, quantizers, specs

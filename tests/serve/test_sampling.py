@@ -10,7 +10,7 @@ from refused import read_table
 from running import functions
 
 from scaling.serve import Sampling
-from scaling.serve.engine import by_ngrams
+from scaling.serve.draft import by_ngrams
 from scaling.serve.requests import Draw, Request
 from scaling.serve.sampling import draw_token, probabilities, sample, uniforms
 from scaling.serve.states import Work
