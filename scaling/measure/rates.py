@@ -23,8 +23,8 @@ from scaling.mesh import Mesh
 from scaling.models import pointwise
 from scaling.plan.transformer_step import transformer_step
 from scaling.trace.count import attention_flops
+from scaling.train.counting import count
 from scaling.train.settings import DTYPES, Settings
-from scaling.train.step import count
 
 PRODUCTS = (  # a layer's products, forward and backward, and the dims of their operands
     ("In[B, D] * W[D, F] -> Tmp[B, F]", "BD", "DF"),

@@ -65,15 +65,21 @@ def undifferentiated(f: Callable, *args: Any) -> tuple[Any, None]:
 class Context(NamedTuple):
     """The model, the mesh and the positions of this rank's tokens, shared by the layers of one call.
 
+    `prepared` and `of_layer` return it with other values in four fields, while the rest stay the same:
+
+                as it is made                     prepared, for a pass      of_layer(l), for one layer
+        masks   masks(window) -> mask options     {window: mask options}    the same
+        attend  attend(Q, K, V, **mask options)   the same, or None         attend(Q, K, V)
+        rope    the tables of each layer          the same                  the layer's tables
+        drop    drop(x, branch, layer=l)          the same                  drop(x, branch)
+
     Attributes:
         config: The model.
         mesh: The mesh.
-        rope: The tables of this rank's T_C positions, as `turned_heads` takes them; before `of_layer`, of each layer.
-        attend: attend(Q, K, V) -> O[B, T_C, N_Y, H] of one layer; before `of_layer`, it takes `masks` too.
-        masks: masks(window) -> the options by which a layer with this window masks its scores in `attend`; in a
-            prepared context, these options by window.
-        drop: drop(x, branch, layer=l): x[B_PXE, T_CY, D], which a branch is about to add to the stream, with some
-            elements dropped.
+        rope: The tables of this rank's T_C positions, as `turned_heads` takes them.
+        attend: Returns O[B, T_C, N_Y, H]. It is None if a pass does not attend.
+        masks: The options by which a layer with this window masks its scores in `attend`.
+        drop: Returns x[B_PXE, T_CY, D], which a branch is about to add to the stream, with some elements dropped.
         slots: While serving, the slots of the new tokens in the cache.
         vjp: vjp(f, *args) -> (f(*args), vjp_fn), as `pointwise.vjp`; None for vjp_fn if no backward follows.
         einsum: einsum(line, x, W), which computes the products with weights.

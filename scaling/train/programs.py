@@ -24,8 +24,8 @@ from scaling.strategies.transformer import types
 from scaling.trace.count import Numbers
 from scaling.trace.events import Event
 from scaling.trace.symbols import LiveSymbols, NotMonomial
+from scaling.train.counting import count, counted_run
 from scaling.train.settings import Settings
-from scaling.train.step import count, counted_run
 from scaling.train.structure import (
     FEW,
     LEAST,
@@ -46,7 +46,7 @@ def step_by_symbols(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
     memory: bool = True,
 ) -> CountedStep:  # fmt: skip
-    """Return the count of a step, as `step.count` gives it, from the programs of its structure.
+    """Return the count of a step, as `counting.count` gives it, from the programs of its structure.
 
     Without `memory` the peaks are not those of the whole step, and fewer layers and microbatches are traced. If some
     size is not a product of symbols, as in a step of Muon or of adapters, the same numbers of layers and microbatches

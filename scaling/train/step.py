@@ -1,20 +1,17 @@
 """Make the training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure.
 
-`count` counts the same code's step on an abstract mesh, without data.
+`make_step` comes first, then the functions that it calls, and then the types, params and state that a run begins with.
+`train.counting` counts the same code's step on an abstract mesh, without data.
 """
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
 import torch
 
 from scaling import optim, tree
 from scaling.common.limits import LIMITS, Limits
 from scaling.configs import Config
-from scaling.cost.counted import CountedStep
-from scaling.mesh import AbstractMesh
 from scaling.models import adapters, hf
 from scaling.models import transformer as model
 from scaling.models.dropout import at_step
@@ -25,12 +22,123 @@ from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import stored_places
 from scaling.strategies.zero import Updated
-from scaling.trace.count import NUMBERS, Between, Numbers, counted_step
-from scaling.trace.peak import PeakMemory, peak_memory
 from scaling.train import guards
-from scaling.train.settings import DTYPES, Settings, optimizer_of
+from scaling.train.settings import DTYPES, Settings
 
-UPDATE = 7  # AdamW reads params, gradients and both moments, and writes all but the gradients: 4 + 3 passes
+
+def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict | None = None) -> Callable:
+    """Return step(params, opt_state, (tokens, targets, segments), donate, read) -> (params, opt_state, metrics).
+
+    Metrics are {"loss", "grad_norm", "squares"} (see `gradients`), and with float16 the "scale" of the loss. With
+    float16, a step whose gradients are not finite leaves the params alone and halves the scale. In a run with adapters
+    `params` are the adapters alone, and the others are `frozen`.
+
+    The step raises ArithmeticError before it updates the params if halving cannot help: the loss is not finite, or the
+    gradients are not finite and there is no scale or it is already 1. With `read=False` it does not read these values,
+    so the host need not wait for the device, and the caller has to check them by `guards.check_finite`. That is for
+    steps without a scale; with dropout the host still reads the number of the step.
+    """
+    check_compiled(settings, mesh.sizes)
+    f, updated = gradients(settings, mesh, frozen=frozen), updated_part(settings, mesh)
+    f = as_graph(f) if settings.compile else f
+    types = updated.types
+    moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # Muon is not elementwise
+
+    def step(params, state, batch, donate: bool = False, read: bool = True):
+        number = int(state["step"]) + 1 if read or settings.model.dropout else 0
+        scale = float(state.get("scale", 1.0))
+        loss, grads, loads, norm, squares = f(params, batch, number, scale)
+        metrics = {"loss": loss, "grad_norm": norm, "squares": squares}
+        metrics |= {"scale": scale} if "scale" in state else {}
+        options = moved | (guards.check_scaled(state, loss, norm, squares, types, mesh, number) if read else {})
+        clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
+        shards, state = optimizer.update(clipped, state, updated.shards(params), donate=donate, **options)
+        if loads and options.get("finite", True):
+            shards, state = move_biases(shards, state, loads, settings.balancing)
+        del grads, clipped
+        return updated.whole(shards, params, donate), state, metrics
+
+    return step
+
+
+def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limits = LIMITS) -> Callable:
+    """Return f(params, (tokens, targets, segments), step, scale).
+
+    It returns (loss, gradients, loads, the gradients' norm, the squares of leaves), where the loads are those of
+    `split_loads` and the squares those of `optim.clipping.norm_and_squares`.
+    `frozen`: the params that have no gradients; `limits`: as in StepOptions.
+    """
+    config, types = settings.model, trained_types(settings, mesh)
+    sums, others = torch.promote_types(DTYPES[settings.dtype], torch.float32), frozen or {}
+    options = settings.step_options(mesh.sizes)
+
+    def f(params, batch, step: int = 0, scale: float = 1.0):
+        inputs, targets, segments = batch
+        seed = at_step(settings.seed, step) if config.dropout else None
+        loss, grads = transformer.loss_and_grads(
+            others | params, inputs, targets, config, mesh, segments=segments, seed=seed, sums=sums, scale=scale,
+            limits=limits, loads=settings.balancing > 0, **options,
+        )  # fmt: skip
+        grads, loads = split_loads(grads, settings)
+        return loss, grads, loads, *norm_and_squares(grads, types, mesh, limits.row)
+
+    return f
+
+
+def split_loads(grads: dict, settings: Settings) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Return the gradients with zeros for the biases of experts, and the loads[L, E] by stack that were there."""
+    if not settings.balancing:
+        return grads, {}
+    loads = {stack: dW["bias"] for stack, dW in grads.items() if isinstance(dW, dict) and "bias" in dW}
+    return grads | {stack: grads[stack] | {"bias": torch.zeros_like(load)} for stack, load in loads.items()}, loads
+
+
+def move_biases(params: dict, state: dict, loads: Mapping, rate: float) -> tuple[dict, dict]:
+    """Return params and state after the biases of experts, and their masters, moved by `rate` toward an even load."""
+
+    def moved(held: dict) -> dict:
+        own = {
+            stack: held[stack] | {"bias": update_bias(held[stack]["bias"], load, rate)} for stack, load in loads.items()
+        }
+        return held | own
+
+    if "rest" in state:  # Muon's state, in which the other leaves have a separate one
+        params, rest = move_biases(params, state["rest"], loads, rate)
+        return params, state | {"rest": rest}
+    if "master" not in state:
+        return moved(params), state
+    master = moved(state["master"])
+    rounded = {}
+    for stack in loads:
+        rounded[stack] = params[stack] | {"bias": master[stack]["bias"].to(params[stack]["bias"].dtype)}
+    return params | rounded, state | {"master": master}
+
+
+def check_compiled(settings: Settings, sizes: Mapping[str, int]) -> None:
+    """Check that the step of a run with `--compile` is one graph that serves all steps; else ValueError."""
+    reasons = {
+        "experts": settings.model.moe and "the host reads how many rows each expert gets",
+        "mesh axis Z": sizes.get("Z", 1) > 1 and "the stages of a pipeline send and receive from Python",
+        "linear layers": settings.model.linear and "chunks of the gated delta rule are arranged in Python",
+        "--precision": settings.precision and "products of values with scales run line by line",
+        "dropout": settings.model.dropout and "each step draws by a seed of its own",
+        "--dtype fp16": settings.dtype == "fp16" and "the scale of the loss changes",
+    }
+    if settings.compile and (found := [(what, why) for what, why in reasons.items() if why]):
+        what, why = found[0]
+        raise ValueError(f"--compile with {what}\n  rule: {why}, and a graph has no such step\n  fix: leave one out")
+
+
+def as_graph(f: Callable) -> Callable:
+    """Return the function of `gradients` as one graph. The step's number and the loss's scale do not change it."""
+    run = torch.compile(lambda params, batch: f(params, batch), fullgraph=True, dynamic=False)
+
+    def one_graph(params, batch, step: int = 0, scale: float = 1.0):
+        with warnings.catch_warnings():  # caches hold constants, so tracing through them changes nothing
+            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+            return run(params, batch)
+
+    return one_graph
 
 
 def batch_type(mesh) -> Spec:
@@ -51,6 +159,11 @@ def batch_slices(batch: int, length: int, mesh) -> tuple[slice, ...]:
 def to_mesh(x: torch.Tensor, mesh) -> torch.Tensor:
     """t[B_PXE, T_C] of this rank -> the same on the mesh's device, with its type declared."""
     return tree.declare(x.to(mesh.device, non_blocking=True).contiguous(), batch_type(mesh), mesh)
+
+
+def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
+    """Return the shape of this rank's tokens."""
+    return batch_type(mesh).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
 
 
 def stored_layout(settings: Settings, mesh) -> tuple[dict, dict[str, list[int]]]:
@@ -134,185 +247,3 @@ def updated_part(settings: Settings, mesh) -> Updated:
 def begin_state(settings: Settings, mesh, optimizer: optim.Optimizer, params) -> dict:
     """Return the optimizer's state for the part of the params that this rank updates."""
     return optimizer.init(updated_part(settings, mesh).shards(params))
-
-
-def gradients(settings: Settings, mesh, frozen: dict | None = None, limits: Limits = LIMITS) -> Callable:
-    """Return f(params, (tokens, targets, segments), step, scale).
-
-    It returns (loss, gradients, loads, the gradients' norm, the squares of leaves), where the loads are those of
-    `split_loads` and the squares those of `optim.clipping.norm_and_squares`.
-    `frozen`: the params that have no gradients; `limits`: as in StepOptions.
-    """
-    config, types = settings.model, trained_types(settings, mesh)
-    sums, others = torch.promote_types(DTYPES[settings.dtype], torch.float32), frozen or {}
-    options = settings.step_options(mesh.sizes)
-
-    def f(params, batch, step: int = 0, scale: float = 1.0):
-        inputs, targets, segments = batch
-        seed = at_step(settings.seed, step) if config.dropout else None
-        loss, grads = transformer.loss_and_grads(
-            others | params, inputs, targets, config, mesh, segments=segments, seed=seed, sums=sums, scale=scale,
-            limits=limits, loads=settings.balancing > 0, **options,
-        )  # fmt: skip
-        grads, loads = split_loads(grads, settings)
-        return loss, grads, loads, *norm_and_squares(grads, types, mesh, limits.row)
-
-    return f
-
-
-def split_loads(grads: dict, settings: Settings) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return the gradients with zeros for the biases of experts, and the loads[L, E] by stack that were there."""
-    if not settings.balancing:
-        return grads, {}
-    loads = {stack: dW["bias"] for stack, dW in grads.items() if isinstance(dW, dict) and "bias" in dW}
-    return grads | {stack: grads[stack] | {"bias": torch.zeros_like(load)} for stack, load in loads.items()}, loads
-
-
-def move_biases(params: dict, state: dict, loads: Mapping, rate: float) -> tuple[dict, dict]:
-    """Return params and state after the biases of experts, and their masters, moved by `rate` toward an even load."""
-
-    def moved(held: dict) -> dict:
-        own = {
-            stack: held[stack] | {"bias": update_bias(held[stack]["bias"], load, rate)} for stack, load in loads.items()
-        }
-        return held | own
-
-    if "rest" in state:  # Muon's state, in which the other leaves have a separate one
-        params, rest = move_biases(params, state["rest"], loads, rate)
-        return params, state | {"rest": rest}
-    if "master" not in state:
-        return moved(params), state
-    master = moved(state["master"])
-    rounded = {}
-    for stack in loads:
-        rounded[stack] = params[stack] | {"bias": master[stack]["bias"].to(params[stack]["bias"].dtype)}
-    return params | rounded, state | {"master": master}
-
-
-def check_compiled(settings: Settings, sizes: Mapping[str, int]) -> None:
-    """Check that the step of a run with `--compile` is one graph that serves all steps; else ValueError."""
-    reasons = {
-        "experts": settings.model.moe and "the host reads how many rows each expert gets",
-        "mesh axis Z": sizes.get("Z", 1) > 1 and "the stages of a pipeline send and receive from Python",
-        "linear layers": settings.model.linear and "chunks of the gated delta rule are arranged in Python",
-        "--precision": settings.precision and "products of values with scales run line by line",
-        "dropout": settings.model.dropout and "each step draws by a seed of its own",
-        "--dtype fp16": settings.dtype == "fp16" and "the scale of the loss changes",
-    }
-    if settings.compile and (found := [(what, why) for what, why in reasons.items() if why]):
-        what, why = found[0]
-        raise ValueError(f"--compile with {what}\n  rule: {why}, and a graph has no such step\n  fix: leave one out")
-
-
-def as_graph(f: Callable) -> Callable:
-    """Return the function of `gradients` as one graph. The step's number and the loss's scale do not change it."""
-    run = torch.compile(lambda params, batch: f(params, batch), fullgraph=True, dynamic=False)
-
-    def one_graph(params, batch, step: int = 0, scale: float = 1.0):
-        with warnings.catch_warnings():  # caches hold constants, so tracing through them changes nothing
-            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
-            return run(params, batch)
-
-    return one_graph
-
-
-def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict | None = None) -> Callable:
-    """Return step(params, opt_state, (tokens, targets, segments), donate, read) -> (params, opt_state, metrics).
-
-    Metrics are {"loss", "grad_norm", "squares"} (see `gradients`), and with float16 the "scale" of the loss. With
-    float16, a step whose gradients are not finite leaves the params alone and halves the scale. In a run with adapters
-    `params` are the adapters alone, and the others are `frozen`.
-
-    The step raises ArithmeticError before it updates the params if halving cannot help: the loss is not finite, or the
-    gradients are not finite and there is no scale or it is already 1. With `read=False` it does not read these values,
-    so the host need not wait for the device, and the caller has to check them by `guards.check_finite`. That is for
-    steps without a scale; with dropout the host still reads the number of the step.
-    """
-    check_compiled(settings, mesh.sizes)
-    f, updated = gradients(settings, mesh, frozen=frozen), updated_part(settings, mesh)
-    f = as_graph(f) if settings.compile else f
-    types = updated.types
-    moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # Muon is not elementwise
-
-    def step(params, state, batch, donate: bool = False, read: bool = True):
-        number = int(state["step"]) + 1 if read or settings.model.dropout else 0
-        scale = float(state.get("scale", 1.0))
-        loss, grads, loads, norm, squares = f(params, batch, number, scale)
-        metrics = {"loss": loss, "grad_norm": norm, "squares": squares}
-        metrics |= {"scale": scale} if "scale" in state else {}
-        options = moved | (guards.check_scaled(state, loss, norm, squares, types, mesh, number) if read else {})
-        clipped = optim.scaled_to(grads, norm, settings.clip, donate=True)
-        shards, state = optimizer.update(clipped, state, updated.shards(params), donate=donate, **options)
-        if loads and options.get("finite", True):
-            shards, state = move_biases(shards, state, loads, settings.balancing)
-        del grads, clipped
-        return updated.whole(shards, params, donate), state, metrics
-
-    return step
-
-
-def count(
-    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
-    documents: bool = True, limits: Limits = LIMITS,
-) -> CountedStep:  # fmt: skip
-    """Count the step of the rank at `coord`, by default the first, on a mesh of these sizes.
-
-    Experts are taken to be chosen evenly.
-
-    Args:
-        settings: The settings of the run.
-        sizes: The sizes of the mesh.
-        coord: The rank's coordinates; an axis that is left out is at 0.
-        backend: "gloo" counts the buffers of its collectives too, "abstract" only their results.
-        documents: Whether a row has several documents, which attention hides from each other.
-        limits: The thresholds at which the step's code changes.
-    """
-    memory = PeakMemory()
-    step = counted_run(settings, AbstractMesh(sizes, coord, backend), documents, NUMBERS, memory, limits)
-    return replace(step, peaks={line: peak - step.params - step.state for line, peak in memory.peaks_by_line().items()})
-
-
-def counted_run(
-    settings: Settings, mesh, documents: bool, numbers: Numbers, memory: PeakMemory, limits: Limits = LIMITS
-) -> CountedStep:
-    """Run a step on an abstract mesh, and return its count without peaks; `memory` follows the bytes that are alive."""
-    params, batch = step_shapes(settings, mesh)
-    optimizer, updated = optimizer_of(settings), updated_part(settings, mesh)
-    frozen, trained = split_frozen(settings, params)
-    state = begin_state(settings, mesh, optimizer, trained)
-    held, states = (sum(numbers.of(x.nbytes) for x in tree.leaves(each)) for each in (params, state))
-    between = Between()
-
-    def saw(*operation: Any) -> None:
-        between.saw(*operation)
-        memory.ended()
-
-    with peak_memory(saw, memory):
-        tree.map(torch.Tensor.detach, (params, state))  # so that they are counted from the beginning
-        step = gradients(settings, mesh, frozen, limits)
-        _, grads, *_ = step(trained, batch if documents else [*batch[:2], None])
-        shards = updated.shards(trained)
-        if settings.optimizer == "muon":  # Muon's update sends, too
-            scaled = {"finite": True} if "scale" in state else {}
-            optimizer.update(grads, state, shards, donate=True, specs=updated.types, mesh=mesh, **scaled)
-        del grads
-        updated.whole(shards, trained, donate=True)
-    for W in tree.leaves(shards):
-        between.add("plain", UPDATE * W.nbytes)
-    return replace(counted_step(memory.log.events, between, numbers), params=held, state=states)
-
-
-def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
-    """Return the shape of this rank's tokens."""
-    return batch_type(mesh).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
-
-
-def step_shapes(settings: Settings, mesh) -> tuple[Any, list[torch.Tensor]]:
-    """Return (params, [tokens, targets, segments]) of this rank on the meta device.
-
-    Raises:
-        ShardingError: The params or the batch do not divide over the mesh.
-    """
-    params = drawn_params(settings, mesh, "meta")
-    shape = local_shape(settings, mesh)
-    return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]

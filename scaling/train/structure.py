@@ -23,8 +23,8 @@ from scaling.strategies.transformer.api import look_up_step
 from scaling.strategies.transformer.layers import packed_leaves
 from scaling.strategies.transformer.step import StepOptions, TrainStep
 from scaling.trace.symbols import NotMonomial, Symbols, prime_factors, primes_for
+from scaling.train.counting import step_shapes
 from scaling.train.settings import Settings
-from scaling.train.step import step_shapes
 
 FEW = 24  # up to this number, all experts of a rank and all chunks of the loss are run
 LEAST: dict[str, int] = dict.fromkeys(  # the least prime of each; a row is longer than a span

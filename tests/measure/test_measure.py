@@ -17,8 +17,8 @@ from scaling.measure import command, network, rates
 from scaling.measure.command import Check, check_steps, median_error, table, tau
 from scaling.plan.choose import choices
 from scaling.plan.transformer_step import predict_transformer
+from scaling.train.counting import count
 from scaling.train.settings import Settings
-from scaling.train.step import count
 
 approx = pytest.approx
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")

@@ -18,9 +18,9 @@ from scaling.plan.report import size
 from scaling.plan.transformer_step import cost_table, predict_transformer
 from scaling.spec.sizes import parse_mesh
 from scaling.train import command, dry
+from scaling.train.counting import count
 from scaling.train.programs import step_by_symbols
 from scaling.train.settings import Settings
-from scaling.train.step import count
 
 SOME = Settings(get("tiny").with_(L=1, D=32, F=64, H=8, N=4, K=2), "", "", 4, 16)
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")

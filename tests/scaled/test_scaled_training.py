@@ -25,8 +25,8 @@ from scaling.models.lora import Lora  # noqa: F401 - a call in REFUSED names it
 from scaling.scaled import RECIPES, UNSCALED
 from scaling.spec import ShardingError, dtype_bytes, format_of, parse
 from scaling.strategies import transformer
+from scaling.train.counting import count, step_shapes
 from scaling.train.settings import Settings
-from scaling.train.step import count, step_shapes
 
 WIDE = Config("wide", 2, 256, 512, 8, 4, 64, 64)
 BIASED = WIDE.with_(name="biased", attention_bias=True, output_bias=True, qk_norm=True, gated=False)

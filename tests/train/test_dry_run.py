@@ -10,9 +10,9 @@ from torch.utils.flop_counter import flop_registry
 from scaling.configs import Latent, get
 from scaling.cost.transformer import saved_widths
 from scaling.trace.count import Between
-from scaling.train import dry, step
+from scaling.train import counting, dry
+from scaling.train.counting import count
 from scaling.train.settings import Settings
-from scaling.train.step import count
 
 DENSE = get("tiny").with_(L=2, D=16, F=32, H=8, N=4, K=2, V=64)
 EXPERTS = DENSE.with_(E=4, k=2)
@@ -51,7 +51,7 @@ class BothCounts(Between):
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_torch_s_counter(kind, monkeypatch):
     model, sizes, remat = KINDS[kind]
-    monkeypatch.setattr(step, "Between", BothCounts)
+    monkeypatch.setattr(counting, "Between", BothCounts)
     BothCounts.of_torch = 0
     counted = count(settings_of(model, remat), sizes, backend="abstract")
     assert counted.products.amount == BothCounts.of_torch > 0

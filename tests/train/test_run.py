@@ -30,10 +30,10 @@ from scaling.cost import transformer as tm
 from scaling.spec.sizes import parse_mesh
 from scaling.train import checkpoint, command, evaluate, guards, loop
 from scaling.train.command import fits_as_before, loss_note, shrink_mesh, with_more_microbatches
+from scaling.train.counting import count
 from scaling.train.loop import run
 from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
-from scaling.train.step import count
 
 
 def settings(name, **options):

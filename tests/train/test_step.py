@@ -31,11 +31,11 @@ from scaling.trace.peak import peak_memory
 from scaling.train import dry, evaluate, guards
 from scaling.train.batches import Batches
 from scaling.train.corpus import Corpus
+from scaling.train.counting import count
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import (
     begin_state,
     check_compiled,
-    count,
     drawn_params,
     gradients,
     local,

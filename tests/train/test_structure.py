@@ -10,9 +10,9 @@ from refused import read_table
 from scaling.configs import get
 from scaling.trace.symbols import NotMonomial, Symbols
 from scaling.train import programs
+from scaling.train.counting import count
 from scaling.train.programs import step_by_symbols
 from scaling.train.settings import Settings
-from scaling.train.step import count
 from scaling.train.structure import FEW
 
 DENSE, EXPERTS = get("llama3-8b"), get("mixtral-8x7b")
