@@ -23,8 +23,9 @@ def evaluate(
 ) -> float | None:
     """Return the mean loss, in nats, over the counted targets of the first `eval_batches` batches of each corpus.
 
-    With `eval_batches` 0, all batches are evaluated. The perplexity is exp of the result. An incomplete last batch is
-    filled up with rows that do not count. The experts' auxiliary terms are left out, and no gradient is computed.
+    With `eval_batches` 0, all batches are evaluated. The perplexity is exp of the result. An incomplete last batch
+    is filled up with rows that do not count. The experts' auxiliary terms, label smoothing and z-loss are left out,
+    and no gradient is computed.
 
     `ask_to_stop` is called before each batch. Once it returns a value that is not 0, the evaluation ends and returns
     None.

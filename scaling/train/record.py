@@ -37,11 +37,13 @@ SHOWN = 4  # differing files that an error names
 FIXED = ("dtype", "eos_id", "lora", "lora_alpha", "lora_on", "no_bos", "no_template", "optimizer", "seed", "seq")
 FIXED += ("valid",)
 # The options that may change at any step:
-FREE = ("batch", "clip", "decay_steps", "lr", "schedule", "steps", "warmup", "weight_decay")
+FREE = ("batch", "betas", "clip", "decay_steps", "label_smoothing", "lr", "min_lr", "schedule", "steps", "warmup")
+FREE += ("weight_decay", "z_loss")
 OF_MODEL = ("aux_coef", "dropout", "z_coef")  # fields of the model's config that may change at any step
-EARLIER = {"valid": 0.05}  # options that earlier versions did not record, because they could not be chosen
+# The options that earlier versions did not record, because they could not be chosen:
+EARLIER = {"betas": "0.9,0.95", "label_smoothing": 0.0, "min_lr": None, "valid": 0.05, "z_loss": 0.0}
 KEPT = ("base model", "chat template", "tokenizer")  # other entries of the record that a run keeps to its end
-SCHEDULE = ("decay_steps", "lr", "schedule", "warmup")  # the options that, with steps, give the learning rate
+SCHEDULE = ("decay_steps", "lr", "min_lr", "schedule", "warmup")  # the options that, with steps, give the learning rate
 
 
 def record_of(settings: Settings) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def check_options_kept(out: Path, before: Mapping[str, Any]) -> None:
         ValueError: run.toml is missing or cut short.
     """
     there = (out / RUN).is_file() and (out / RUN).read_bytes().endswith(b"\n")
-    if not there or any(name not in options_of(out) for name in before["options"]):
+    if not there or any(name not in options_of(out) for name, value in before["options"].items() if value is not None):
         raise ValueError(
             f"{out / RUN}: is missing or cut short: it does not say with which options the checkpoints were made\n"
             "  fix: put it back, or begin another run with another --out"
@@ -171,7 +173,9 @@ def order_of(settings: Settings, before: Mapping[str, Any], now: Mapping[str, An
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the options in FREE and OF_MODEL that have changed since a checkpoint; return "" if none has."""
     found = _changed(before, now, (*FREE, *OF_MODEL))
-    return ", ".join(f"{_flag(name)} {given}, not {then}" for name, then, given in found)
+    return ", ".join(
+        f"{_flag(name)} {given}, not {'its default' if then is None else then}" for name, then, given in found
+    )
 
 
 def rate_change(settings: Settings, before: Mapping[str, Any], step: int) -> str:
@@ -179,7 +183,7 @@ def rate_change(settings: Settings, before: Mapping[str, Any], step: int) -> str
 
     Return "" if it does not, or if other options of the schedule have changed.
     """
-    there = before["options"]
+    there = EARLIER | before["options"]
     if any(there[name] != getattr(settings, name) for name in SCHEDULE):
         return ""
     asked = replace(settings, steps=there["steps"])

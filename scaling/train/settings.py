@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scaling import optim, tree
-from scaling.common.console import integer, number, place
+from scaling.common.console import integer, number, place, shortened
 from scaling.configs import Config
 from scaling.cost.transformer import POLICIES, REDUCES
 from scaling.models.leaves import matrices_of
@@ -40,6 +40,19 @@ def pipeline_name(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).replace("\n  ", "; ")) from None
     return text
+
+
+def two_betas(text: str) -> str:
+    """Check, as a type for argparse, the betas of AdamW, such as "0.9,0.95"."""
+    try:
+        betas = [float(part) for part in text.split(",")] if len(text) <= 50 else []
+    except ValueError:
+        betas = []
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)!r} is not two numbers from 0 to below 1; fix: write 0.9,0.95, say"
+        )
+    return ",".join(map(str, betas))
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,12 @@ class Settings:
     optimizer: str = as_flag(
         "adamw", "adamw, or muon for the layers' matrices and adamw for the rest", choices=("adamw", "muon")
     )
+    betas: str = as_flag(
+        "0.9,0.95",
+        "AdamW's rates of decay of the gradients' mean and of their squares' mean",
+        two_betas,
+        metavar="B1,B2",
+    )
     lr: float | None = as_flag(
         None,
         "peak learning rate (default: 1e-3 from scratch; TRL's 2e-5 with weights and 1e-4 for adapters; in posttrain "
@@ -83,8 +102,14 @@ class Settings:
     warmup: int = as_flag(20, "warmup steps of the learning rate", integer(0))
     schedule: str = as_flag(
         "cosine",
-        "how the learning rate falls after the warmup: by a cosine to a tenth of --lr, or only at the end, to 0 (wsd)",
+        "how the learning rate falls after the warmup: by a cosine, or only over the last tenth of the steps (wsd)",
         choices=("cosine", "wsd", "constant"),
+    )
+    min_lr: float | None = as_flag(
+        None,
+        "share of --lr to which the learning rate falls (default: 0.1 by a cosine, 0 with wsd)",
+        number(0, 1),
+        metavar="SHARE",
     )
     decay_steps: int = as_flag(
         0, "the step at which the learning rate has fallen to its end, where it stays; 0: --steps", integer(0)
@@ -97,6 +122,19 @@ class Settings:
         "after each step the biases that choose experts (DeepSeek-V3) move by this toward an even load (default 0.001, "
         "or 0 with --weights or --lora)",
         number(0, 1),
+    )
+    label_smoothing: float = as_flag(
+        0.0,
+        "share of each target's probability that is spread over the vocabulary, in training and not in evaluation",
+        number(0, 1),
+        metavar="SHARE",
+    )
+    z_loss: float = as_flag(
+        0.0,
+        "weight of the square of log(sum(exp(logits))), which the loss of training has in addition and that of "
+        "evaluation has not",
+        number(0, 1e3),
+        metavar="WEIGHT",
     )
     clip: float = as_flag(1.0, "gradients are clipped to this global norm", number(1e-9))
     seed: int = as_flag(0, "of params, data and dropout", integer(0, 2**63 - 1))
@@ -201,7 +239,7 @@ class Settings:
 
     def step_options(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Return the options of the step on a mesh of these sizes, as `StepOptions` has them."""
-        names = ("microbatches", "remat", "keep_weights", "reduce", "precision", "context")
+        names = ("microbatches", "remat", "keep_weights", "reduce", "precision", "context", "label_smoothing", "z_loss")
         return self.layout(sizes) | {name: getattr(self, name) for name in names}
 
     @property
@@ -225,20 +263,21 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> Non
 def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
     """Return the learning rate as a function of the number of updates.
 
-    After the warmup it falls by a cosine to a tenth ("cosine"), falls to 0 over the last tenth of the steps ("wsd"), or
-    stays constant. After `decay_steps` it does not change any more.
+    After the warmup it falls by a cosine, falls over the last tenth of the steps ("wsd"), or stays constant. It falls
+    to `min_lr`, a share of its peak. After `decay_steps` it does not change any more.
     """
     s, peak = settings, settings.peak
     end = s.decay_steps or s.steps
     tail = max(1, end // 10)
+    floor = s.min_lr if s.min_lr is not None else 0.1 if s.schedule == "cosine" else 0.0
 
     def at(count: Tensor) -> Tensor:
         up = ((count + 1) / max(1, s.warmup)).clamp(max=1.0)
         if s.schedule == "cosine":
             progress = ((count - s.warmup) / max(1, end - s.warmup)).clamp(0.0, 1.0)
-            return peak * up * (0.1 + 0.45 * (1 + torch.cos(math.pi * progress)))
+            return peak * up * (floor + (1 - floor) / 2 * (1 + torch.cos(math.pi * progress)))
         if s.schedule == "wsd":
-            return peak * up * ((end - count) / tail).clamp(0.0, 1.0)
+            return peak * up * (floor + (1 - floor) * ((end - count) / tail).clamp(0.0, 1.0))
         return peak * up
 
     return at
@@ -254,7 +293,8 @@ def optimizer_of(settings: Settings) -> optim.Optimizer:
         ValueError: Muon is combined with adapters.
     """
     options: dict[str, Any] = {"weight_decay": settings.weight_decay, "master": settings.dtype in ("bf16", "fp16")}
-    rule = optim.adamw(rate(settings), (0.9, 0.95), mask=decayed, **options)
+    betas = tuple(float(beta) for beta in settings.betas.split(","))
+    rule = optim.adamw(rate(settings), betas, mask=decayed, **options)
     if settings.optimizer == "muon":
         if settings.adapters:
             raise ValueError(

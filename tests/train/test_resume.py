@@ -18,6 +18,7 @@ from runs import SMALL, TINY, losses, records, refusal, train, tree_of, write_te
 from scaling.models import hf, transformer
 from scaling.train import batches, command, dcp, loop
 from scaling.train.corpus import Corpus
+from scaling.train.record import option_changes, read_record
 from scaling.train.settings import DTYPES
 
 # by whoever finds it
@@ -47,6 +48,11 @@ flags                           words of the refusal
 --chip nowhere.toml             nowhere.toml
 --plan                          needs to know the machine
 --lr -1
+--betas 0.9                     '0.9' is not two numbers
+--betas 0.9,1                   is not two numbers from 0 to below 1
+--label-smoothing 1.5
+--z-loss -1
+--min-lr 2
 --data negative.npy --new-data  holds the id -1
 --profile /dev/null/x
 --no-such-flag
@@ -230,6 +236,24 @@ def test_weights_of_another_model_are_not_taken_and_that_is_said(here, capsys):
     assert train("--resume --out whole --steps 3 --model one") == 0
     assert "warning" not in capsys.readouterr().err
     assert losses("run") == losses("whole")
+
+
+def test_terms_of_the_training_loss_are_kept_and_not_evaluated(begun, capsys):
+    small = f"--data text.txt {SMALL} --lr 0 --steps 1"
+    assert train(f"{small} --out plain") == 0
+    new = {"betas": "0.8,0.9", "label_smoothing": 0.5, "min_lr": 0.3, "z_loss": 0.1}
+    assert train(f"{small} --out other --betas 0.8,.9 --label-smoothing 0.5 --min-lr 0.3 --z-loss 0.1") == 0
+    (plain,), (other,) = records("plain"), records("other")
+    assert plain["valid"] == other["valid"]
+    assert other["loss"] > plain["loss"] + 1
+    capsys.readouterr()
+    assert train("--resume --out other --steps 2") == 0
+    assert "from step 2 on: --steps 2, not 1\n" in capsys.readouterr().out
+    now = read_record(Path("other"), 2)
+    assert {name: now["options"][name] for name in new} == new
+    before = {"options": {name: value for name, value in now["options"].items() if name not in new}}
+    found = "--betas 0.8,0.9, not 0.9,0.95, --label-smoothing 0.5, not 0.0, --min-lr 0.3, not its default, --z-loss 0.1"
+    assert option_changes(before, now).startswith(found)  # from a checkpoint of an earlier version
 
 
 @pytest.mark.slow

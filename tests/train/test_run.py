@@ -157,11 +157,16 @@ def test_stopped_in_an_evaluation_it_saves_without_the_rest_of_it_or_a_sample(mo
 
 
 def test_learning_rates_and_that_only_matrices_decay():
-    wanted = {"constant": {0: 0.1, 9: 1, 50: 1}, "cosine": {10: 1, 55: 0.55, 145: 0.1}, "wsd": {50: 1, 95: 0.5}}
-    for schedule, rates in wanted.items():
-        at = rate(Settings(get("tiny"), "", "", steps=100, warmup=10, lr=1.0, schedule=schedule))
+    wanted = {
+        ("constant", 0.5): {0: 0.1, 9: 1, 50: 1}, ("cosine", None): {10: 1, 55: 0.55, 145: 0.1},
+        ("cosine", 0.0): {10: 1, 55: 0.5, 145: 0},
+        ("wsd", None): {50: 1, 95: 0.5, 145: 0}, ("wsd", 0.2): {50: 1, 95: 0.6, 145: 0.2},
+    }  # fmt: skip
+    for (schedule, least), rates in wanted.items():
+        how = {"warmup": 10, "lr": 1.0, "schedule": schedule, "min_lr": least}
+        at = rate(Settings(get("tiny"), "", "", steps=100, **how))
         assert {count: at(torch.tensor(count)).item() for count in rates} == pytest.approx(rates)
-        longer = rate(Settings(get("tiny"), "", "", steps=300, decay_steps=100, warmup=10, lr=1.0, schedule=schedule))
+        longer = rate(Settings(get("tiny"), "", "", steps=300, decay_steps=100, **how))
         assert [longer(torch.tensor(count)) for count in (50, 145)] == [at(torch.tensor(count)) for count in (50, 145)]
     params = {
         "b_unembed": torch.ones(2),
