@@ -220,13 +220,14 @@ class TypedLines(KnownArrays):
         self.declare(result, after, place)
         return result
 
-    def call(self, call: Callable, what: tuple, x: Any, mesh: Any, *options: Any) -> Any:
+    def call(self, call: Callable, key: tuple, x: Any, mesh: Any, *options: Any) -> Any:
         """Run a collective on the meta device, and note its result if it is pending."""
-        check_abstract(what[1], mesh)
+        _, line, *_ = key
+        check_abstract(line, mesh)
         place, self.sizes = self.reached(), dict(mesh.sizes)
-        result = call(what, self.meta(x), mesh, *options)
+        result = call(key, self.meta(x), mesh, *options)
         if isinstance(result, Pending):
-            self.pending.append((result, self.shown_at(place), what[1]))
+            self.pending.append((result, self.shown_at(place), line))
         return result
 
     def collective(self, x: Tensor, op: Any) -> Tensor:

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from scaling.algebra.rules import collective_steps
 from scaling.collectives.linear import Pending, differentiable, made_ready, observed, watcher, who_watches
-from scaling.collectives.lines import check_in_graph, check_result, constants, numbers, ops_of, ready_line, shapes_of
+from scaling.collectives.lines import (
+    CallKey,
+    check_in_graph,
+    check_result,
+    constants,
+    numbers,
+    ops_of,
+    ready_line,
+    shapes_of,
+)
 from scaling.collectives.op import Op
 from scaling.collectives.operands import Operand, refuse_in_graph
 from scaling.common.arguments import whole_numbers
@@ -289,41 +298,41 @@ def ragged_all_to_all(
     return made_ready(op, x.shape, x.dtype, group).run(x, async_op)
 
 
-def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None = None, seen: bool = False) -> Any:
-    """Run a line on this mesh; `what` is the key that `ops_of` takes.
+def _call(call: CallKey, x: Any, mesh, async_op: bool = False, out: Tensor | None = None, seen: bool = False) -> Any:
+    """Run the line of a call on this mesh.
 
     The line was prepared at the first call with such operands. While x is differentiated or compiled, another path runs
     it. On an optional mesh, the axes that the mesh lacks drop out first.
     """
-    if mesh.drops and what[0] in RESHARDS:
-        kind, line, *options = what
-        if not (line := mesh.resolve(line)):
-            x = x if (watch := who_watches()) is None else watch.dropped(what[1], x, mesh)
+    kind, line, where, how = call
+    if mesh.drops and kind in RESHARDS:
+        if not (local := mesh.resolve(line)):
+            x = x if (watch := who_watches()) is None else watch.dropped(line, x, mesh)
             return x if out is None or out is x else out.copy_(x)
-        what = kind, line, *options
+        call = kind, local, where, how
     if not isinstance(x, Tensor) and hasattr(x, "moved"):  # scaling.scaled.Scaled: each of its parts is moved
-        return x.moved(_call, what, mesh, async_op)
+        return x.moved(_call, call, mesh, async_op)
     if torch.compiler.is_compiling():
-        return _compiled(what, x, mesh, async_op, out)
+        return _compiled(call, x, mesh, async_op, out)
     if not seen and (watch := watcher.get()) is not None:
-        return watch.call(_call, what, x, mesh, async_op, out, True)
+        return watch.call(_call, call, x, mesh, async_op, out, True)
     if not mesh.member:
         return None
     if not isinstance(x, Tensor) or observed(x):
-        return _differentiated(what, x, mesh, async_op, out)
-    key = what, x.shape, x.dtype, x.device, x.layout
-    line = mesh.lines.get(key)
-    if line is None:
-        line = mesh.lines[key] = ready_line(mesh, what, x)
+        return _differentiated(call, x, mesh, async_op, out)
+    key = call, x.shape, x.dtype, x.device, x.layout
+    prepared = mesh.lines.get(key)
+    if prepared is None:
+        prepared = mesh.lines[key] = ready_line(mesh, call, x)
     if out is not None:
-        check_result(ops_of(mesh, what), x, out, line.shape)
-    for ready in line.ready[:-1]:
+        check_result(ops_of(mesh, call), x, out, prepared.shape)
+    for ready in prepared.ready[:-1]:
         x = ready.run(x)
-    return line.ready[-1].run(x, async_op, out)
+    return prepared.ready[-1].run(x, async_op, out)
 
 
-def _differentiated(what: tuple, x: Any, mesh, async_op: bool, out: Tensor | None) -> Any:
-    ops = ops_of(mesh, what)
+def _differentiated(call: CallKey, x: Any, mesh, async_op: bool, out: Tensor | None) -> Any:
+    ops = ops_of(mesh, call)
     if out is not None:
         ops[0].check(x, mesh)
         check_result(ops, x, out, shapes_of(ops, x.shape)[-1])
@@ -333,13 +342,14 @@ def _differentiated(what: tuple, x: Any, mesh, async_op: bool, out: Tensor | Non
     return _given(x, async_op, out)
 
 
-def _compiled(what: tuple, x: Tensor, mesh, async_op: bool, out: Tensor | None) -> Any:
-    for number, op in enumerate(mesh.constant(constants, what)):
+def _compiled(call: CallKey, x: Tensor, mesh, async_op: bool, out: Tensor | None) -> Any:
+    for number, op in enumerate(mesh.constant(constants, call)):
         misfit = () if Op(*op).fits(x.shape) else (tuple(x.shape),)
-        mesh.constant(check_in_graph, what, number, x.dtype, *misfit)
+        mesh.constant(check_in_graph, call, number, x.dtype, *misfit)
         x = differentiable(x, *op)
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
-        refuse_in_graph(what[1], tuple(x.shape), x.dtype, tuple(out.shape), out.dtype)
+        _, line, _, _ = call
+        refuse_in_graph(line, tuple(x.shape), x.dtype, tuple(out.shape), out.dtype)
     return _given(x, async_op, out)
 
 

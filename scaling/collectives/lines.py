@@ -5,7 +5,7 @@ that can be; later calls only run it.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,33 +17,32 @@ from scaling.collectives.operands import check_out, check_writable
 from scaling.spec import Line, ShardingError, Spec, mesh_sizes, parse_line, refuse
 
 REDUCTIONS = ("sum", "mean", "max", "min")
+# The key of a call, (kind, line, where, how): where is the root, or the axes of a CollectivePermute; how is the
+# reduction, or a CollectivePermute's pairs (source, target). It is a plain tuple because each call makes one.
+CallKey = tuple[str, str, Any, Any]
 
 
-def ops_of(mesh, what: tuple) -> Sequence[Op]:
-    """Return the ops of a line on this mesh, computed once; there are several if several dims are gathered or split.
-
-    `what` is (kind, line, root, by), or for a CollectivePermute (kind, line, axes, pairs).
-    """
-    if what not in mesh.lines:
-        steps, root, by, pairs = _steps(*what)
-        mesh.lines[what] = [
-            _op(mesh, what[0], step.stacked(mesh.stack) if mesh.stack else step, root, by, pairs) for step in steps
+def ops_of(mesh, key: CallKey) -> Sequence[Op]:
+    """Return the ops of a line on this mesh, computed once; there are several if several dims are gathered or split."""
+    if key not in mesh.lines:
+        kind, line, where, how = key
+        steps, root, by, pairs = _steps(kind, line, where, how)
+        mesh.lines[key] = [
+            _op(mesh, kind, step.stacked(mesh.stack) if mesh.stack else step, root, by, pairs) for step in steps
         ]
-    return mesh.lines[what]
+    return mesh.lines[key]
 
 
-def _steps(kind: str, line: str, *options) -> tuple:
+def _steps(kind: str, line: str, where: Any, how: Any) -> tuple:
     if kind == "CollectivePermute":
-        axes, pairs = options
         typed = parse_line(line if "->" in line else f"{line} -> {line}")
-        return [CollectiveStep(typed.operands[0], typed.result, axes)], None, "sum", pairs
-    root, by = options
-    if by not in REDUCTIONS:
-        refuse(line, f"op={by!r}", f"parts are put together by one of {', '.join(REDUCTIONS)}", "choose one of these")
+        return [CollectiveStep(typed.operands[0], typed.result, where)], None, "sum", how
+    if how not in REDUCTIONS:
+        refuse(line, f"op={how!r}", f"parts are put together by one of {', '.join(REDUCTIONS)}", "choose one of these")
     (before, *_), after = parse_line(line).operands, parse_line(line).result
     if kind == "Slice" and before.same_sharding(after):  # a Slice over no axes
-        return [CollectiveStep(before, after, ())], root, by, ()
-    return collective_steps(kind, line), root, by, ()
+        return [CollectiveStep(before, after, ())], where, how, ()
+    return collective_steps(kind, line), where, how, ()
 
 
 def _op(mesh, kind: str, step: CollectiveStep, root: int | None, by: str, pairs: tuple) -> Op:
@@ -78,15 +77,15 @@ def numbers(spec: Spec, mesh) -> tuple[tuple[int, int], ...]:
     return tuple((i, Spec("", ((dim, axes),)).local_shape((int(dim),), sizes)[0]) for i, dim, axes in fixed)
 
 
-def constants(mesh, what: tuple) -> tuple:
+def constants(mesh, key: CallKey) -> tuple:
     """Return the ops of a line as plain tuples while compiling, since a graph holds constants."""
     register()
-    return tuple(map(tuple, ops_of(mesh, what)))
+    return tuple(map(tuple, ops_of(mesh, key)))
 
 
-def check_in_graph(mesh, what: tuple, number: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
+def check_in_graph(mesh, key: CallKey, number: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
     """Raise, while compiling, the error of an op for an operand of this dtype, or of this shape if one is given."""
-    op = ops_of(mesh, what)[number]
+    op = ops_of(mesh, key)[number]
     if shape is not None:
         op.refuse_shape(shape)
     op.check_dtype(dtype)
@@ -123,9 +122,9 @@ class ReadyLine(NamedTuple):
     shape: torch.Size
 
 
-def ready_line(mesh, what: tuple, x: Tensor) -> ReadyLine:
+def ready_line(mesh, key: CallKey, x: Tensor) -> ReadyLine:
     """Prepare a line for operands like x. Raise a ShardingError if x does not fit the line."""
-    ops = ops_of(mesh, what)
+    ops = ops_of(mesh, key)
     ops[0].check(x, mesh)
     *shapes, result = shapes_of(ops, x.shape)
     return ReadyLine(

@@ -25,7 +25,7 @@ from scaling.profile.record import watched
 from scaling.spec import present
 from scaling.trace import Log
 from scaling.train import checkpoint, guards
-from scaling.train.batches import leave_out, open_batches, prefetch
+from scaling.train.batches import Batches, Mixture, leave_out, open_batches, prefetch
 from scaling.train.durable import point_at, step_name
 from scaling.train.evaluate import continuation, evaluate
 from scaling.train.flight import Flight
@@ -88,11 +88,12 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     optimizer, types = optimizer_of(settings), trained_types(settings, mesh)
     specs, made_with = state_specs(settings, mesh, optimizer), record_of(settings)
     frozen, own = split_frozen(settings, initial_params(settings, mesh)) if settings.adapters else ({}, None)
-    held, start, before = load_or_init(settings, mesh, optimizer, specs, made_with, own)
+    loaded, start, before = load_or_init(settings, mesh, optimizer, specs, made_with, own)
     made_with["order"], made_with["packed"] = order_of(settings, before, made_with)
     train, valid = open_batches(settings, made_with["packed"])
-    params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
-    first = seen if begins_new_data(settings, before, made_with) else held["data"]["begun"]
+    params, state, seen = loaded["params"], loaded["optimizer"], loaded["data"]["sequences"]
+    first = seen if begins_new_data(settings, before, made_with) else loaded["data"]["begun"]
+    del loaded  # else the first params and state would stay alive
     train = replace(train, sources=tuple(replace(each, order=made_with["order"]) for each in train.sources))
     train, made_with["held_out"], missing = leave_out(train, valid, before.get("held_out", []))
     lr_at = rate(settings)
@@ -112,24 +113,16 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
             point_at(out, start)
     progress.drop_after(start)
     wait_for_ranks(mesh)  # other ranks write into the folder after rank 0
-    if missing:
-        progress.warn("text that was held out for validation has moved in the data, so the run may train on it now")
-    lost = sum(source.packing.lost for source in train.sources if source.packing)
-    if lost:
-        progress.warn(
-            f"{lost:,} tokens that count are more than {settings.seq} after the beginning of their document, and are "
-            "left out\n  fix: give a longer --seq"
-        )
-    for note in dict.fromkeys(note for held in valid for note in held.corpus.notes):
-        progress.warn(note)
+    warn_of_data(progress, settings, train, valid, missing)
     flight = Flight(out, mesh.rank)
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
         began = time.perf_counter()
         (batch, several), place = next(coming), seen - first
         if settings.guard_every and (number - start - 1) % settings.guard_every == 0:
-            held = {"params": params, "optimizer": state, "options and data": agreed, "batch": list(batch)}
-            held |= {"first rows": list(train.batch_at(place, slice(len(batch[0]))))}
-            guards.check_replicas(held, specs | data_types(mesh), mesh, number)
+            compared = {"params": params, "optimizer": state, "options and data": agreed, "batch": list(batch)}
+            compared |= {"first rows": list(train.batch_at(place, slice(len(batch[0]))))}
+            guards.check_replicas(compared, specs | data_types(mesh), mesh, number)
+            del compared
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
             began = time.perf_counter()
         lr = lr_at(state["step"])
@@ -171,14 +164,34 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
             if saving is not None:
                 saving.result()
             data = {"sequences": seen, "begun": first, "seed": settings.seed}
-            held = {"params": params, "optimizer": state, "data": data}
+            saved = {"params": params, "optimizer": state, "data": data}
             how = {"keep": settings.keep, "places": places, "made_with": made_with}
-            saving = checkpoint.save(out, held, specs, mesh, number, async_op=True, **how)
+            saving = checkpoint.save(out, saved, specs, mesh, number, async_op=True, **how)
+            del saved
         if asked:
             break
     if saving is not None:
         saving.result()
     return result
+
+
+def warn_of_data(
+    progress: Progress, settings: Settings, train: Mixture, valid: Sequence[Batches], missing: int
+) -> None:
+    """Warn of held-out text that has moved, of tokens that are left out, and of what reading the data has noted.
+
+    `missing` is the number of ranges held out earlier that were not found, as `leave_out` returns it.
+    """
+    if missing:
+        progress.warn("text that was held out for validation has moved in the data, so the run may train on it now")
+    lost = sum(source.packing.lost for source in train.sources if source.packing)
+    if lost:
+        progress.warn(
+            f"{lost:,} tokens that count are more than {settings.seq} after the beginning of their document, and are "
+            "left out\n  fix: give a longer --seq"
+        )
+    for note in dict.fromkeys(note for each in valid for note in each.corpus.notes):
+        progress.warn(note)
 
 
 def load_or_init(
