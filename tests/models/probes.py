@@ -30,7 +30,13 @@ def shaken(config):
     specs = transformer.specs_of(config)
     noise = tree.map(lambda _: tree.Normal(0.1), specs)
     more = tree.init(noise, specs, config.sizes, AbstractMesh({}), 4, torch.float64, "cpu")
-    return tree.map(torch.add, transformer.init(config, 3, torch.float64), more)
+    return tree.map(torch.add, first_drawn(config, 3, torch.float64), more)
+
+
+def first_drawn(config, seed: int, dtype: torch.dtype) -> dict:
+    """Params as they were drawn when other programs' answers were stored: a tied embedding had a variance of 1."""
+    params = transformer.init(config, seed, dtype)
+    return params | {"embed": params["embed"] * config.D**0.5} if config.tied else params
 
 
 def probes(grads) -> dict[str, list[float]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from probes import first_drawn
 
 from scaling.configs import Config
-from scaling.models import transformer
 
 HERE = Path(__file__).parent
 PAGE = 32  # tokens of vLLM's
@@ -24,9 +24,7 @@ class Table(NamedTuple):
     prompts: Callable[[random.Random], list[list[int]]]
 
     def params_of(self, name: str) -> dict:
-        config = self.configs[name]
-        params = transformer.init(config, list(self.configs).index(name), torch.float32)
-        return params | {"embed": params["embed"] * config.D**0.5} if config.tied else params  # as they were then drawn
+        return first_drawn(self.configs[name], list(self.configs).index(name), torch.float32)
 
     def prompts_of(self, name: str) -> list[list[int]]:
         return self.prompts(random.Random(name))
