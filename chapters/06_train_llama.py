@@ -152,9 +152,10 @@ page.say(f"Each chip holds {format_number(held)} bytes of params and sends {form
 # %% [markdown]
 # The table has the bytes of the collectives, by the book's measure; each element has 2 bytes, the first 2 of each
 # formula. FSDP moves the weights over X. Here w counts the elements of the layers' weights that a chip gathers, (2NH +
-# 2KH + 3F) LD/Y, once for the forward pass and once for the backward, and e the vocabulary's elements, 2VD/Y, which it
-# gathers once. TP moves the residual stream over Y, s = BTD/X elements at a time: it is gathered before and scattered
-# after each of a layer's two blocks, forward and backward, which makes 4L of each; the two vocabulary matrices add 2.
+# 2KH + 3F) LD/Y, once for the forward pass and once for the backward. Only the last layer's, w/L, stay gathered between
+# the two. The vocabulary's elements, e = 2VD/Y, are gathered once. TP moves the residual stream over Y, s = BTD/X
+# elements at a time: it is gathered before and scattered after each of a layer's two blocks, forward and backward,
+# which makes 4L of each; the two vocabulary matrices add 2.
 
 # %%
 moved = {}
@@ -165,7 +166,7 @@ for event in log.collectives():
 D, Y = short.D, big.sizes["Y"]
 w, e, s = matrices // Y, 2 * short.V * D // Y, 2048 * D
 page.same([
-    ("weights, AllGather_X", "2(2w + e)", 2 * (2 * w + e), moved["AllGather over X"]),
+    ("weights, AllGather_X", "2(2w - w/L + e)", 2 * (2 * w - w // layers + e), moved["AllGather over X"]),
     ("gradients, ReduceScatter_X", "2(w + e)", 2 * (w + e), moved["ReduceScatter over X"]),
     ("stream, AllGather_Y", "2(4L + 2)s", 2 * (4 * layers + 2) * s, moved["AllGather over Y"]),
     ("stream, ReduceScatter_Y", "2(4L + 2)s", 2 * (4 * layers + 2) * s, moved["ReduceScatter over Y"]),
