@@ -3,8 +3,8 @@
 A corpus is cut into sequences of T tokens, or its documents are packed into them (`scaling.train.packing`) if some of
 its tokens do not count. Each token's target is the token that follows it. The i-th sequence of an epoch is the i-th of
 a permutation that (seed, epoch) choose, so a run that resumes on any mesh repeats and skips nothing. The permutation is
-computed for the indices that are asked for, so none of it is held. A mixture takes
-sequences from several corpora by weight: every 1,000 sequences hold an exact number from each.
+not stored; its values are computed for the sequences of a batch. A mixture takes sequences from several corpora by
+weight: every 1,000 sequences hold an exact number from each.
 """
 
 import hashlib
@@ -103,8 +103,8 @@ class Batches:
         """Return the sequences with these indices [n]: tokens, targets, segments [n, length].
 
         A target does not count if the corpus excludes it, or if it belongs to another document than its token.
-        Attention hides documents from each other, so the first token of a document cannot be predicted. What is left of
-        a packed sequence is a last document of its own, of which nothing counts.
+        Attention hides documents from each other, so the first token of a document cannot be predicted. The unused end
+        of a packed sequence is one more document, and none of its tokens count.
         """
         if self.packing:
             return self._packed_rows(self.packing, numbers)
@@ -122,7 +122,7 @@ class Batches:
     def several_documents(self, numbers: numpy.ndarray) -> bool:
         """Return whether one of the sequences with these indices [n] has tokens of several documents.
 
-        What is left of a packed sequence is no document, because no token before it sees it.
+        The unused end of a packed sequence does not count, because no token before it sees it.
         """
         if self.packing:
             return bool((self.packing.bounds[numbers + 1] - self.packing.bounds[numbers] > 1).any())

@@ -2,7 +2,7 @@
 
 Plain text is cut at the end of a row, and goes on in another row that does not see its beginning. An answer that is cut
 from its prompt would be trained as an answer to nothing. So each document here is whole in one row, best fit first, and
-what is left of a row is filled with tokens that do not count. A document that is longer than a row is cut at its end,
+the rest of a row is filled with tokens that do not count. A document that is longer than a row is cut at its end,
 and the rest is left out; only a document all of whose tokens count goes on in other rows.
 """
 
@@ -47,7 +47,7 @@ class Packing:
 def pack(corpus: Corpus, first: int, last: int, length: int) -> Packing:
     """Pack the documents from position `first` to `last` of a corpus into rows of `length` tokens.
 
-    A document of which only a part lies in this range counts as longer than a row. Pieces without a target that counts
+    A document that lies in this range only in part counts as longer than a row. Pieces without a target that counts
     are left out.
     """
     ends = numpy.append(corpus.starts[1:], len(corpus))
@@ -71,7 +71,7 @@ def pack(corpus: Corpus, first: int, last: int, length: int) -> Packing:
 def best_fit(sizes: numpy.ndarray, length: int) -> numpy.ndarray:
     """Return int64[n], the row of each piece of these sizes: the longest first, each into the fullest row with room."""
     rows, count = numpy.empty(len(sizes), numpy.int64), 0
-    rooms: list[int] = []  # the sizes of what is left of rows, sorted, each once
+    rooms: list[int] = []  # the numbers of unused tokens in rows, sorted, each once
     with_room: defaultdict[int, list[int]] = defaultdict(list)
     for piece in numpy.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
