@@ -148,10 +148,11 @@ def test_a_cotangent_is_gathered_while_an_mlp_is_computed_again():
 def test_tokens_are_routed_once():
     """How many rows, the rows, and back; their cotangents there and back. While rows go back and while their cotangents
     come, the shared expert is computed (3 products, and 6 backward), and while the cotangents go back, the gradients of
-    W_in and W_gate of a rank's two experts."""
+    W_in and W_gate of a rank's two experts. Computed again, rows go twice, but tokens choose their experts once."""
     events = traced(EXPERTS.with_(L=1), {"E": 2}).events
     assert products_behind(events, "AllToAll") == [0, 0, 3, 6, 4]
     assert counts(traced(EXPERTS, {"E": 2}))["AllToAll", "E"] == 5 * EXPERTS.L
+    assert counts(traced(EXPERTS, {"E": 2}, remat="block"))["AllToAll", "E"] == 7 * EXPERTS.L
 
 
 def attention_flops(Q, K, V, *_, **__):
