@@ -233,7 +233,7 @@ def _writing(text: str) -> Iterator[None]:
         raise argparse.ArgumentTypeError(f"cannot write {shortened(text)}: {error.strerror}") from None
 
 
-UNUSABLE: dict[type[Exception], tuple[str, str]] = {  # what the system's errors say of a file, and the fix
+UNUSABLE: dict[type[Exception], tuple[str, str]] = {  # the system's errors about a file in words, and the fix
     FileNotFoundError: ("no such file or folder", "give the path of one"),
     IsADirectoryError: ("is a folder", "give the path of a file"),
     NotADirectoryError: ("is not a folder", "give the path of one"),

@@ -25,7 +25,7 @@ from torch import Tensor
 from scaling import trace
 from scaling.collectives import wait
 from scaling.common.torch_private import takes_flash
-from scaling.models.tiles import LATER, Kernel, Mask, Ranges, by_mask, fused, tangent, written
+from scaling.models.tiles import LATER, Kernel, Mask, Ranges, by_mask, fused, in_float32, tangent, written
 from scaling.spec import parse
 
 TILE = 1024  # queries, and keys, that are computed at a time
@@ -253,7 +253,7 @@ def _in_parts(parts: Sequence[range], heads: int, narrow: bool, *arrays: Tensor)
 
     A KV head has G = N/K heads of queries, or G = 1 of keys.
     """
-    wide = arrays if narrow else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in arrays]
+    wide = arrays if narrow else map(in_float32, arrays)
     whole = (x.unflatten(2, (heads, -1)).movedim(1, 3).contiguous() for x in wide)
     return [x.split(sizes(parts), 3) for x in whole]
 

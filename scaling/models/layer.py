@@ -67,7 +67,7 @@ class Context(NamedTuple):
 
     `prepared` and `of_layer` return it with other values in four fields, while the rest stay the same:
 
-                as it is made                     prepared, for a pass      of_layer(l), for one layer
+                made                              prepared, for a pass      of_layer(l), for one layer
         masks   masks(window) -> mask options     {window: mask options}    the same
         attend  attend(Q, K, V, **mask options)   the same, or None         attend(Q, K, V)
         rope    the tables of each layer          the same                  the layer's tables

@@ -163,7 +163,7 @@ def map_leaves(f: Callable[[str, Leaf], Any], leaves: dict) -> dict:
 def matrices_of(config: Config) -> dict:
     """Return the inputs and outputs of each matrix, such as "D -> N H"; "" for other leaves and the ends.
 
-    Routers and the filters of convolutions, each of which belongs to one feature, do not count as matrices.
+    Routers do not count as matrices, nor do the filters of convolutions, because a filter belongs to one feature.
     """
 
     def named(name: str, leaf: Leaf) -> str:

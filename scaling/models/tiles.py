@@ -126,7 +126,7 @@ def _for_flash(q, k, v, hidden):
     return q.flatten(0, 1), k, v, hidden if hidden is not LATER else None
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def in_float32(x: torch.Tensor) -> torch.Tensor:
     """Return x in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -135,7 +135,7 @@ def _fused_forward(q, k, v, hidden, scale):
     *operands, bias = _for_flash(q, k, v, hidden)
     flash: Callable = flash_gpu if q.is_cuda else flash_cpu
     O, lse = flash(*operands, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
-    O, lse = (_wide(x).unflatten(0, q.shape[:2]) for x in (O, lse))
+    O, lse = (in_float32(x).unflatten(0, q.shape[:2]) for x in (O, lse))
     if bias is not None:  # flash's lse is 0 for a query that sees no key
         blind = hidden.all(-1).expand(lse.shape)
         O, lse = O.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -math.inf)
@@ -147,7 +147,7 @@ def _fused_backward(dO, O, lse, q, k, v, hidden, scale):
     rows = (x.flatten(0, 1) for x in (O, lse))
     flash: Callable = flash_gpu_backward if q.is_cuda else flash_cpu_backward
     grads = flash(dO.flatten(0, 1), *operands, *rows, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
-    dq, dk, dv = (_wide(x).unflatten(0, q.shape[:2]) for x in grads)
+    dq, dk, dv = (in_float32(x).unflatten(0, q.shape[:2]) for x in grads)
     return dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
 
 
@@ -156,7 +156,7 @@ def _by_mask(fused, written, *given):
     *operands, hidden, scale = given
     if not isinstance(hidden, torch.Tensor):
         return fused(*operands, hidden, scale)
-    return written(*map(_wide, operands), hidden, scale, cap=None)
+    return written(*map(in_float32, operands), hidden, scale, cap=None)
 
 
 def written(cap: float | None) -> Kernel:

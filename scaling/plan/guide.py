@@ -24,8 +24,6 @@ from scaling.plan.job import AXES, Fixed, Job, run_bytes
 from scaling.plan.report import folded, several, size, three_digits
 from scaling.plan.work import LayerWork
 
-STORED = "param_bytes", "grad_bytes", "optimizer_bytes"
-
 
 @dataclass(frozen=True)
 class Rung:
@@ -214,11 +212,12 @@ def main(arguments: list[str]) -> int:
     else:
         levels = (Level("node", max(args.gpus, 2), 25e9),)  # not timed
         gpu = Chip("GPU", "gpu", peaks=(("bf16", 1e14),), hbm_bytes=args.memory, levels=levels)
-    held = dict(zip(STORED, run_bytes("bf16" if args.precision == "bf16" else "fp32"), strict=True))
-    if args.optimizer_bytes is not None:
-        held["optimizer_bytes"] = args.optimizer_bytes
+    param, grad, state = run_bytes("bf16" if args.precision == "bf16" else "fp32")
     sequences = args.sequences or max(32, args.gpus)
-    job = Job(get(args.model), sequences * args.seq, args.seq, **held)
+    job = Job(
+        get(args.model), sequences * args.seq, args.seq, param_bytes=param, grad_bytes=grad,
+        optimizer_bytes=state if args.optimizer_bytes is None else args.optimizer_bytes,
+    )  # fmt: skip
     text, fits = advice(job, gpu, args.gpus, timed=bool(args.gpu))
     print(text)
     return int(not fits)

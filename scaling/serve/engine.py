@@ -39,7 +39,7 @@ class StepResult(NamedTuple):
         read: For a prompt that is scored, the place of the first token of this step, and the logits[n, V] after each of
             its tokens.
         spoiled: The position from which the cache has keys and values that are not finite, of a request that has failed
-            or of proposals that were not accepted; None if there is none.
+            or of proposals that were not accepted; None if all are finite.
     """
 
     tokens: tuple[int, ...]
